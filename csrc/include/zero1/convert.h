@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
-#if defined(__CUDACC__) || defined(ZERO1_HOST_SHIM)
-#define ZERO1_HD __host__ __device__ __forceinline__
+#ifdef __CUDACC__
+#define ZERO1_HD __host__ __device__ __attribute__((always_inline))
 #else
 #define ZERO1_HD __attribute__((always_inline))
 #endif

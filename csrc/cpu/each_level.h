@@ -1,0 +1,26 @@
+// Includes the file ZERO1_LOOPS once per instruction set, in the namespaces plain, avx2 and avx512. The file includes
+// nothing, and all of its functions are static: what is compiled for a wide set must not be linked in for a narrow one.
+// Contraction stays off, so all levels give the same bits.
+#include "level.h"
+
+namespace zero1::cpu::plain {
+#include ZERO1_LOOPS
+}  // namespace zero1::cpu::plain
+
+#if ZERO1_WIDE_LEVELS
+
+#pragma GCC push_options
+#pragma GCC target("avx2")
+namespace zero1::cpu::avx2 {
+#include ZERO1_LOOPS
+}  // namespace zero1::cpu::avx2
+#pragma GCC pop_options
+
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,prefer-vector-width=512")
+namespace zero1::cpu::avx512 {
+#include ZERO1_LOOPS
+}  // namespace zero1::cpu::avx512
+#pragma GCC pop_options
+
+#endif

@@ -1,0 +1,124 @@
+"""python -m zero1_cuda: `info` comes out on any machine, `memory` prints the table, mistakes give one line and no traceback."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import zero1_cuda
+from zero1_cuda import __main__ as cli
+
+PACKAGE = Path(cli.__file__).parent
+
+
+def run(*args, cwd=None, **env):
+    command = [sys.executable, "-m", "zero1_cuda", *args]
+    return subprocess.run(
+        command, check=False, capture_output=True, text=True, timeout=120, cwd=cwd, env=os.environ | env
+    )
+
+
+def test_info_as_json_in_an_empty_folder(tmp_path):
+    done = run("info", "--json", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    assert {"zero1_cuda", "torch", "python", "compiler", "nvcc", "built", "cuda", "gloo", "nccl"} <= set(facts)
+    assert isinstance(facts["built"], dict), facts["built"]
+
+
+def test_info_without_any_tool(tmp_path):
+    done = run("info", cwd=tmp_path, PATH=str(tmp_path), CXX="", CUDA_HOME=str(tmp_path / "nowhere"))
+    assert done.returncode == 0, done.stderr
+    assert "nvcc: not found" in done.stdout.splitlines()
+    assert "compiler: not found" in done.stdout.splitlines()
+
+
+def test_info_with_a_broken_library(tmp_path):
+    """The report names the file that cannot be loaded; `memory`, which needs no library, goes on working."""
+    copy = tmp_path / "zero1_cuda"
+    copy.mkdir()
+    for source in PACKAGE.glob("*.py"):
+        (copy / source.name).symlink_to(source)
+    for library in PACKAGE.glob("_C*.so"):
+        (copy / library.name).write_bytes(os.urandom(100))
+    done = run("info", "--json", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    built = json.loads(done.stdout)["built"]
+    assert built.startswith("not available: ImportError"), built
+    assert "_C" in built, built
+    assert run("memory", "--params", "1e6", cwd=tmp_path, PYTHONPATH=str(tmp_path)).returncode == 0
+
+
+def test_info_survives_any_probe(monkeypatch, capsys):
+    def broken():
+        raise RuntimeError("first") from OSError("the\ncause")
+
+    for probe in ("_version", "_torch", "_compiler", "_nvcc", "_built", "_cuda", "_gpus"):
+        monkeypatch.setattr(cli, probe, broken)
+    assert cli.main(["info"]) == 0
+    assert "torch: not available: RuntimeError: first <- OSError: the cause" in capsys.readouterr().out
+
+
+def test_memory_as_json(capsys):
+    assert cli.main(["memory", "--params", "7.5e9", "--world-size", "1,64", "--json"]) == 0
+    alone, shared = json.loads(capsys.readouterr().out)
+    assert alone["total"] == alone["predicted"] == alone["baseline"] == 120_000_000_000
+    assert shared["world_size"] == 64
+    assert shared["predicted"] == 31_406_250_000
+    assert shared["total"] == shared["predicted"] + shared["buffers"]
+
+
+def test_memory_as_a_table(capsys):
+    assert cli.main(["memory", "--params", "7.5e9"]) == 0
+    text = capsys.readouterr().out
+    assert "4 Psi + 12 Psi/N" in text
+    assert "31.41" in text
+    assert text.isascii(), "a terminal that knows no Greek must not break it"
+
+
+@pytest.mark.parametrize(
+    ("args", "name"),
+    [
+        (["--params", "-1"], "--params"),
+        (["--params", "1.5"], "--params"),
+        (["--params", "nan"], "--params"),
+        (["--params", "1e999999999"], "--params"),
+        (["--params", "many"], "--params"),
+        (["--params", "7.5e9", "--world-size", "0"], "--world-size"),
+        (["--params", "7.5e9", "--world-size", "1,,4"], "--world-size"),
+        (["--params", "7.5e9", "--dtype", "fp8"], "--dtype"),
+        ([], "--params"),
+    ],
+    ids=lambda value: " ".join(value) or "nothing" if isinstance(value, list) else "",
+)
+def test_memory_refuses(args, name, capsys):
+    with pytest.raises(SystemExit) as stop:
+        cli.main(["memory", *args])
+    assert stop.value.code == 2
+    assert name in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_plot_without_matplotlib_is_one_line(monkeypatch, capsys, tmp_path):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["memory", "--params", "1e6", "--plot", str(tmp_path / "table.png")]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_bench_without_its_code_is_one_line(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "zero1_cuda.bench", None)
+    assert cli.main(["bench"]) == 1
+    assert len(capsys.readouterr().err.splitlines()) == 1
+
+
+def test_no_command_prints_usage_and_no_traceback():
+    done = run()
+    assert done.returncode == 2
+    assert "usage:" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_version_is_the_installed_one():
+    assert cli.info()["zero1_cuda"].split()[0] == zero1_cuda.__version__

@@ -1,0 +1,247 @@
+"""python -m zero1_cuda info | memory | bench
+
+`info` must come out whatever is broken, so nothing here imports torch or the extension at the top, and the package's
+`__init__` imports lazily.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.metadata
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from decimal import Decimal, InvalidOperation
+from pathlib import Path
+from typing import Any
+
+from zero1_cuda import memory
+
+# ---- info -------------------------------------------------------------------------------------------------------------
+
+
+def _attempt(probe: Callable[[], Any]) -> Any:
+    """What the probe finds, or in one line why it cannot: a report on a broken machine must not break itself."""
+    try:
+        return probe()
+    except Exception as error:
+        return f"not available: {_one_line(error)}"
+
+
+def _one_line(error: BaseException) -> str:
+    """The error and what caused it: the first cause is the one that names the file."""
+    parts: list[str] = []
+    cause: BaseException | None = error
+    while cause is not None:
+        text = f"{type(cause).__name__}: {' '.join(str(cause).split())}"
+        if text not in parts:
+            parts.append(text)
+        cause = cause.__cause__
+    return " <- ".join(parts)
+
+
+def _program_version(program: str, pick: str = "") -> str:
+    """`program --version`: its first line, or the first one that contains `pick`."""
+    done = subprocess.run([program, "--version"], check=False, capture_output=True, text=True, timeout=30)
+    lines = [line.strip() for line in done.stdout.splitlines() if pick in line]
+    return lines[0] if lines else f"{program} --version says nothing (exit status {done.returncode})"
+
+
+def _compiler() -> str:
+    names = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
+    found = next((path for name in names if name and (path := shutil.which(name))), None)
+    return _program_version(found) if found else "not found"
+
+
+def _nvcc() -> str:
+    """As the build looks for it: CUDA_HOME or CUDA_PATH where one is set, else PATH, else the usual place."""
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    folders = [f"{home}/bin"] if home else [os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"]
+    found = shutil.which("nvcc", path=os.pathsep.join(folders))
+    return f"{found} ({_program_version(found, 'release')})" if found else "not found"
+
+
+def _torch() -> str:
+    import torch
+
+    return f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})"
+
+
+def _built() -> dict[str, Any]:
+    return dict(importlib.import_module("zero1_cuda._C").build_info())
+
+
+def _cuda() -> str:
+    error = importlib.import_module("zero1_cuda.ops").cuda_error()
+    return f"not usable: {error}" if error else "usable"
+
+
+def _gpus() -> list[str]:
+    import torch
+
+    found = []
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        found.append(f"{torch.cuda.get_device_name(index)} (sm_{major}{minor})")
+    return found
+
+
+def _backend(name: str) -> str:
+    import torch.distributed as dist
+
+    return "available" if dist.is_available() and dist.is_backend_available(name) else "not available"
+
+
+def _version() -> str:
+    return f"{importlib.metadata.version('zero1_cuda')} ({Path(__file__).resolve().parent})"
+
+
+def info() -> dict[str, Any]:
+    """Versions, what was built, what is usable here and why not. Never raises."""
+    return {
+        "zero1_cuda": _attempt(_version),
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+        "torch": _attempt(_torch),
+        "compiler": _attempt(_compiler),
+        "nvcc": _attempt(_nvcc),
+        "built": _attempt(_built),
+        "cuda": _attempt(_cuda),
+        "gpus": _attempt(_gpus),
+        "gloo": _attempt(lambda: _backend("gloo")),
+        "nccl": _attempt(lambda: _backend("nccl")),
+    }
+
+
+def _print_info(args: argparse.Namespace) -> int:
+    facts = info()
+    if args.json:
+        print(json.dumps(facts, indent=2, default=str))
+        return 0
+    for name, value in facts.items():
+        if isinstance(value, dict):
+            print(f"{name}:")
+            for key, part in value.items():
+                print(f"  {key}: {_plain(part)}")
+        else:
+            print(f"{name}: {_plain(value)}")
+    return 0
+
+
+def _plain(value: object) -> str:
+    return ", ".join(map(str, value)) or "none" if isinstance(value, (list, tuple)) else str(value)
+
+
+# ---- memory -----------------------------------------------------------------------------------------------------------
+
+
+def _count(text: str) -> int:
+    """A whole number of at least 1, also written as 7.5e9."""
+    try:
+        value = Decimal(text)
+    except InvalidOperation:
+        value = Decimal("NaN")
+    # the upper bound is far above any model and keeps 1e999999 from being written out
+    if not value.is_finite() or not 1 <= value <= 10**18 or value != value.to_integral_value():
+        raise argparse.ArgumentTypeError(f"a whole number of at least 1 is wanted, such as 64 or 7.5e9, not {text!r}")
+    return int(value)
+
+
+def _counts(text: str) -> list[int]:
+    return [_count(part.strip()) for part in text.split(",")]
+
+
+def _print_memory(args: argparse.Namespace) -> int:
+    split = (
+        args.master_weights == "split" and args.dtype == "bf16"
+    )  # other types keep whole masters, as in the optimizer
+    size = memory.DTYPE_BYTES[args.dtype]
+    rows = [memory.footprint(args.params, world_size, size, split, overlap=True) for world_size in args.world_size]
+    if args.json:
+        print(json.dumps([row.as_dict() for row in rows], indent=2))
+    else:
+        print(f"{args.params:,} parameters in {args.dtype}\n")
+        print(memory.table(rows, memory.formula(size, split)))
+    if args.plot:
+        try:
+            _plot(rows, args.plot, f"{args.params:.4g} parameters in {args.dtype}")
+        except ModuleNotFoundError as error:
+            print(f"zero1_cuda memory: --plot needs matplotlib ({error})", file=sys.stderr)
+            return 1
+        except (OSError, ValueError) as error:  # a folder that is not there, a format that matplotlib does not know
+            print(f"zero1_cuda memory: cannot write {args.plot}: {error}", file=sys.stderr)
+            return 1
+    return 0
+
+
+def _plot(rows: list[memory.Footprint], path: str, title: str) -> None:
+    matplotlib = importlib.import_module("matplotlib")
+    matplotlib.use("Agg")  # a file is written; no display is needed
+    figure, axes = importlib.import_module("matplotlib.pyplot").subplots(figsize=(7, 4.2))
+    labels = [str(row.world_size) for row in rows]
+    bottom = [0.0] * len(rows)
+    for name in ("params", "grads", "state", "buffers"):
+        heights = [getattr(row, name) / 1e9 for row in rows]
+        axes.bar(labels, heights, bottom=bottom, width=0.6, label=name)
+        bottom = [below + height for below, height in zip(bottom, heights)]
+    axes.axhline(rows[0].baseline / 1e9, color="black", linestyle="--", linewidth=1, label="plain data parallel")
+    axes.set(xlabel="ranks", ylabel="GB per rank (1e9 bytes)", title=title)
+    axes.legend()
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+
+
+# ---- bench ------------------------------------------------------------------------------------------------------------
+
+
+def _run_bench(args: argparse.Namespace) -> int:
+    try:
+        bench = importlib.import_module("zero1_cuda.bench")
+    except ImportError as error:
+        print(f"zero1_cuda bench: cannot start: {_one_line(error)}", file=sys.stderr)
+        return 1
+    return int(bench.main(args) or 0)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m zero1_cuda", description="ZeRO-1 fused optimizer for PyTorch.")
+    commands = parser.add_subparsers(dest="command", required=True)
+
+    command = commands.add_parser("info", help="versions, what was built, what is usable here and why not")
+    command.add_argument("--json", action="store_true", help="as JSON")
+    command.set_defaults(run=_print_info)
+
+    command = commands.add_parser("memory", help="bytes per rank: 16 Psi against 4 Psi + 12 Psi / N")
+    command.add_argument(
+        "--params", type=_count, required=True, metavar="PSI", help="trainable parameters, such as 7.5e9"
+    )
+    command.add_argument(
+        "--world-size", type=_counts, default=_counts("1,4,16,64,256,1024"), metavar="N,N,...", help="numbers of ranks"
+    )
+    command.add_argument("--dtype", choices=tuple(memory.DTYPE_BYTES), default="bf16", help="of the parameters")
+    command.add_argument(
+        "--master-weights", choices=("fp32", "split"), default="fp32", help="as the optimizer's argument"
+    )
+    command.add_argument("--json", action="store_true", help="as JSON, in bytes")
+    command.add_argument("--plot", metavar="FILE.png", help="draw the table as well (needs matplotlib)")
+    command.set_defaults(run=_print_memory)
+
+    command = commands.add_parser("bench", help="kernel throughput on this machine")
+    command.add_argument("--json", metavar="FILE", help="write the figures there as well")
+    command.set_defaults(run=_run_bench)
+    return parser
+
+
+def main(argv: list[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    return int(args.run(args))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,237 @@
+"""Loads the compiled libraries; typed wrappers of the ops `torch.ops.zero1.*`; what the compiler needs to trace them.
+
+The structs behind the tables (rows of `segments`, `scalars`, `groups`, words of `norm` and `control`) are written down
+in csrc/include/zero1/step_args.h; the constants below repeat what Python needs of it.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+CHUNK = 128  # elements; parameters start at multiples of it and slices hold whole ones
+MAX_BUFFERS = 3
+SEGMENT_WORDS = 8  # int64: shard_begin, numel, grad_begin, param_begin, master_begin, max_begin, param, buffer
+SCALAR_WORDS = 12  # float32: struct AdamScalars
+GROUP_WORDS = 8  # float64: struct GroupOptions; the last three are int64 bit patterns
+
+SCALAR_FLAGS = 10  # word of a scalars row that holds, as an int32 bit pattern, the ...
+FLAG_ACTIVE = 1
+FLAG_AMSGRAD = 2
+FLAG_L2 = 4
+
+NORM_WORDS = 16  # int64
+NORM_LIMBS = 10
+NORM_NON_FINITE = 10
+NORM_NAN = 11
+NORM_OVERFLOW = 12
+
+CONTROL_CONDITIONS = 13
+CONTROL_FOUND_INF = 14
+CONTROL_SCALE_DIGEST = 16
+CONTROL_SCALE_DIGEST2 = 17
+CONTROL_HOST = 18
+CONTROL_FLAGS = 32  # then one int16 per parameter, four to a word
+
+GROUP_MODE = 5  # word of a groups row that holds, as an int64 bit pattern, the ...
+GROUP_AMSGRAD = 1
+GROUP_MAXIMIZE = 2
+GROUP_DECOUPLED = 4
+GROUP_LR_AT = 6
+GROUP_LR_IS_FP64 = 7
+
+
+def _library(name: str) -> Path:
+    """The file of a compiled library, whether it is there or not."""
+    folder = Path(__file__).parent
+    names = [folder / f"{name}{suffix}" for suffix in importlib.machinery.EXTENSION_SUFFIXES]
+    return next((path for path in names if path.exists()), names[0])
+
+
+try:
+    from . import _C  # type: ignore[attr-defined, unused-ignore]
+except ImportError as error:
+    raise ImportError(f"zero1_cuda: the compiled library {_library('_C')} could not be loaded: {error}") from error
+
+_cuda_error: str | None = None
+if torch.version.cuda is None:
+    _cuda_error = f"torch {torch.__version__} is built without CUDA"
+elif not _library("_cuda").exists():
+    _cuda_error = "zero1_cuda was built without nvcc, so it has no CUDA kernels"
+else:
+    try:
+        torch.ops.load_library(str(_library("_cuda")))
+    except OSError as error:
+        _cuda_error = f"{_library('_cuda')} could not be loaded: {error}"
+
+
+def cuda_error() -> str | None:
+    """Why there are no CUDA kernels; None: there are."""
+    return _cuda_error
+
+
+def build_info() -> dict[str, Any]:
+    """What was built: version, torch, compiler, cuda, cuda_archs, nvcc, cpu_levels."""
+    return dict(_C.build_info())
+
+
+def cpu_levels() -> list[str]:
+    """The instruction sets of the CPU kernels that this machine can run, narrowest first."""
+    return list(_C.cpu_levels())
+
+
+def cpu_level() -> str:
+    """The one in use: the widest, unless it was set."""
+    return str(_C.cpu_level())
+
+
+def set_cpu_level(name: str) -> None:
+    """Uses another one of `cpu_levels()`, in the whole process. All give the same bits. ValueError for others."""
+    _C.set_cpu_level(name)
+
+
+def _need_cuda(tensor: Tensor) -> None:
+    if _cuda_error is not None and tensor.is_cuda:
+        raise RuntimeError(f"zero1_cuda: no kernel for tensors on {tensor.device}: {_cuda_error}")
+
+
+def adam_step(
+    segments: Tensor,
+    chunk_segment: Tensor,
+    scalars: Tensor,
+    grads: Sequence[Tensor],
+    params: Sequence[Tensor],
+    master: Tensor | None,
+    remainder: Tensor | None,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    max_exp_avg_sq: Tensor | None,
+) -> None:
+    """One Adam step of a whole shard, in place, for all elements of all segments:
+
+        g = grad * grad_factor;  p = master * decay;  g += l2 * p  (L2 only)
+        m = lerp(m, g, 1 - beta1);  v = beta2 * v + (1 - beta2) * g * g
+        master = p - step_size * m / (sqrt(v) * inv_sqrt_bc2 + eps);  param = round(master)
+
+    (amsgrad: the square root of max(v, max_exp_avg_sq)). All in fp32; the exact order is in adam_math.h.
+
+    Args:
+        segments: int64 [S, 8]; `chunk_segment`: int32 [C], the segment of each chunk of 128 elements, -1 for padding.
+        scalars: float32 [P, 12], as `step_control` wrote them. A row that is not active leaves its segments alone.
+        grads, params: 1 to 3 flat buffers of float32, float16 or bfloat16; the k-th of both have one dtype.
+        master: float32 [*], for float16 parameters and bfloat16 ones without `remainder`.
+        remainder: int16 [*]; if given, bfloat16 parameters keep the low half of their master there.
+        exp_avg, exp_avg_sq: float32, at least C * 128 elements; `max_exp_avg_sq`: float32 [*].
+
+    Raises:
+        RuntimeError: a tensor has another dtype, shape or device than stated, or (CPU) a table points outside.
+    """
+    _need_cuda(segments)
+    torch.ops.zero1.adam_step(
+        segments, chunk_segment, scalars, grads, params, master, remainder, exp_avg, exp_avg_sq, max_exp_avg_sq
+    )
+
+
+def refresh_masters(
+    segments: Tensor,
+    chunk_segment: Tensor,
+    params: Sequence[Tensor],
+    master: Tensor | None,
+    remainder: Tensor | None,
+    edited: Tensor,
+) -> None:
+    """master = param wherever round(master) != param, for the parameters p with edited[p] != 0 (uint8 [P]).
+
+    Any two NaN count as equal. A split master's remainder becomes 0. Other arguments and errors as in `adam_step`.
+    """
+    _need_cuda(segments)
+    torch.ops.zero1.refresh_masters(segments, chunk_segment, params, master, remainder, edited)
+
+
+def grad_norm(segments: Tensor, chunk_segment: Tensor, grads: Sequence[Tensor], norm: Tensor) -> None:
+    """norm += the sum of grad * grad over all segments, exactly and so independent of how the shard is divided.
+
+    Chunks of 128 elements from each segment's start are summed in fp32 by a fixed tree, then added as integers:
+    `norm`, int64 [16], holds 32-bit limbs in units of 2^-149 and counts of non-finite chunks (norm_math.h). Other
+    arguments and errors as in `adam_step`.
+    """
+    _need_cuda(segments)
+    torch.ops.zero1.grad_norm(segments, chunk_segment, grads, norm)
+
+
+def sum_slices(
+    received: Tensor, own: Tensor | None, rank: int, scale: float, divisor: float, out: Tensor, norm: Tensor | None
+) -> None:
+    """out = round(sum over ranks r, in order, of slice_r * scale, / divisor); norm += the sum of squares of out.
+
+    Args:
+        received: [N, n] float32, float16 or bfloat16, the slices of all ranks; without rank `rank`'s if `own` is given.
+        own: [n] of the same dtype, or None. It may be `out` itself.
+        scale: a power of two that keeps the fp32 sum from overflowing; `divisor` takes the mean and undoes it.
+        out: [n], float32 or the dtype of `received` (any, if that is float32).
+        norm: int64 [16], as in `grad_norm`, or None.
+
+    Raises:
+        RuntimeError: a tensor has another dtype, shape or device than stated, or there is no slice at all.
+    """
+    _need_cuda(received)
+    torch.ops.zero1.sum_slices(received, own, rank, scale, divisor, out, norm)
+
+
+def pack_control(norms: Tensor, found_inf: Tensor | None, grad_scale: Tensor | None, control: Tensor) -> None:
+    """control[0:18] = the sum of the rows of `norms`, and this rank's found_inf and grad_scale, ready to be all-reduced.
+
+    Args:
+        norms: int64 [R, 16]; `control`: int64, at least 32 + P / 4 words, of which CONTROL_CONDITIONS is kept.
+        found_inf, grad_scale: one float32 each, or None.
+    """
+    _need_cuda(control)
+    torch.ops.zero1.pack_control(norms, found_inf, grad_scale, control)
+
+
+def clip_factor(control: Tensor, grad_scale: Tensor | None, max_norm: float, clip: Tensor) -> None:
+    """clip (float32 [2]) = min(1, max_norm / (norm + 1e-6)), norm; of the reduced gradients divided by grad_scale."""
+    _need_cuda(control)
+    torch.ops.zero1.clip_factor(control, grad_scale, max_norm, clip)
+
+
+def step_control(
+    control: Tensor,
+    world: int,
+    param_group: Tensor,
+    groups: Tensor,
+    grad_scale: Tensor | None,
+    clip: Tensor | None,
+    skip_nonfinite: bool,
+    scaled: bool,
+    steps: Tensor,
+    scalars: Tensor,
+    skipped: Tensor,
+) -> None:
+    """From the all-reduced control vector to what `adam_step` needs: skip or not, steps += 1, and each row of scalars.
+
+    Args:
+        control: int64, at least 32 + P / 4 words, summed over `world` ranks.
+        param_group: int32 [P], rows of `groups`, float64 [G, 8] (struct GroupOptions).
+        grad_scale: one float32 or None; `clip`: float32 [2] as `clip_factor` wrote it, or None.
+        skip_nonfinite: skip where a gradient is not finite; `scaled`: a loss scaler is at work, so always do.
+        steps: int64 [P]; `scalars`: float32 [P, 12]; `skipped`: int64 [2], how many steps, and whether this one.
+    """
+    _need_cuda(control)
+    torch.ops.zero1.step_control(
+        control, world, param_group, groups, grad_scale, clip, skip_nonfinite, scaled, steps, scalars, skipped
+    )
+
+
+def _nothing(*args: Any, **kwargs: Any) -> None:
+    """The fake implementation of all ops: they only write into their arguments."""
+
+
+_register_fake: Callable[..., Any] = torch.library.register_fake
+for _op in ("adam_step", "refresh_masters", "grad_norm", "sum_slices", "pack_control", "clip_factor", "step_control"):
+    _register_fake(f"zero1::{_op}", _nothing)

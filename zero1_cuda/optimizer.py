@@ -1,0 +1,483 @@
+"""`Zero1AdamW` and `Zero1Adam`: the torch.optim.Optimizer face of the package."""
+
+from __future__ import annotations
+
+import contextlib
+import zlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.optim import Optimizer
+
+from . import checkpoint
+from .collectives import Ranks
+from .engine import MIB, Engine, Settings
+from .gather_hooks import watch_module
+
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+
+def _check_options(options: dict[str, Any], what: str = "") -> None:
+    """ValueError / TypeError for an option outside its range, as torch.optim.AdamW checks them."""
+    lr, betas = options["lr"], options["betas"]
+    if torch.is_tensor(lr) and lr.numel() != 1:
+        raise ValueError(f"{what}lr: a float or a tensor of one element wanted, got shape {tuple(lr.shape)}")
+    if not torch.is_tensor(lr) and isinstance(lr, (bool, str)) or not float(lr) >= 0.0:
+        raise ValueError(f"{what}lr: at least 0 wanted, got {lr!r}")
+    if len(betas) != 2:
+        raise ValueError(f"{what}betas: two numbers wanted, got {betas!r}")
+    for i, beta in enumerate(betas):
+        if not 0.0 <= float(beta) < 1.0:
+            raise ValueError(f"{what}betas[{i}]: a number in [0, 1) wanted, got {beta!r}")
+    for name in ("eps", "weight_decay"):
+        if not float(options[name]) >= 0.0:
+            raise ValueError(f"{what}{name}: at least 0 wanted, got {options[name]!r}")
+
+
+def _check_param(p: Tensor, what: str) -> None:
+    """TypeError / ValueError for a tensor that cannot be a parameter here."""
+    plain = type(p) in (torch.Tensor, torch.nn.Parameter) or (
+        isinstance(p, torch.nn.Parameter)
+        and type(p).__torch_dispatch__ is torch.nn.Parameter.__torch_dispatch__
+        and not isinstance(p, torch.nn.parameter.UninitializedTensorMixin)
+    )
+    if not plain:
+        raise TypeError(f"{what} is a {type(p).__name__}; plain tensors wanted (no DTensor, no tensor subclass)")
+    if p.layout != torch.strided or p.is_quantized:
+        raise TypeError(f"{what} is sparse or quantised; dense tensors wanted")
+    if p.dtype not in DTYPES:
+        raise TypeError(f"{what} is {p.dtype}; torch.float16, torch.bfloat16 or torch.float32 wanted")
+    if p.device.type not in ("cpu", "cuda", "meta"):
+        raise ValueError(f"{what} is on {p.device}; CPU or CUDA wanted")
+
+
+class _Zero1(Optimizer):
+    _decoupled = True
+
+    def __init__(self, params: Any, defaults: dict[str, Any], settings: dict[str, Any]) -> None:
+        ranks = Ranks(settings["process_group"], settings["replicate_group"])
+        error: Exception | None = None
+        try:
+            made = self._check_settings(settings)
+            if not all(k in defaults for k in ("lr", "betas")):
+                raise TypeError("lr and betas wanted")
+            _check_options(defaults)
+            if defaults["differentiable"]:
+                raise ValueError("differentiable=True: autograd through the fused step is not supported")
+            super().__init__(params, defaults)
+            self._check_groups(self.param_groups)
+        except Exception as e:
+            error = e
+        groups = self.param_groups if error is None else []
+        _agree_on_parameters(ranks, groups, error)
+        if error is not None:
+            raise error
+        everything = [p for group in self.param_groups for p in group["params"]]
+        if all(p.device.type != "meta" for p in everything):
+            ranks.send_weights(everything)
+        engine = Engine(self.param_groups, self.state, made, ranks)
+        for group in self.param_groups:
+            _register(engine, group)
+        self._engine = engine
+        if settings["overlap_gather"] is not None:
+            watch_module(settings["overlap_gather"], engine)
+
+    def _check_settings(self, s: dict[str, Any]) -> Settings:
+        if s["master_weights"] not in ("fp32", "split"):
+            raise ValueError(f"master_weights: 'fp32' or 'split' wanted, got {s['master_weights']!r}")
+        for name in ("max_grad_norm", "bucket_cap_mb"):
+            if s[name] is not None and not float(s[name]) > 0.0:
+                raise ValueError(f"{name}: a number above 0 or None wanted, got {s[name]!r}")
+        module = s["overlap_gather"]
+        if module is not None and not isinstance(module, torch.nn.Module):
+            raise TypeError(f"overlap_gather: a torch.nn.Module or None wanted, got {type(module).__name__}")
+        cap = s["bucket_cap_mb"]
+        return Settings(
+            decoupled=self._decoupled,
+            process_group=s["process_group"],
+            replicate_group=s["replicate_group"],
+            max_grad_norm=None if s["max_grad_norm"] is None else float(s["max_grad_norm"]),
+            skip_nonfinite=bool(s["skip_nonfinite"]),
+            split=s["master_weights"] == "split",
+            bucket_cap_bytes=None if cap is None else max(1, int(cap * MIB)),
+            overlap_reduce=bool(s["overlap_reduce"]),
+            gather_early=module is not None,
+            reduce_in_fp32=s["reduce_in_fp32"],
+            capturable=bool(s["capturable"]),
+        )
+
+    @staticmethod
+    def _check_groups(groups: list[dict[str, Any]]) -> None:
+        devices = set()
+        for g, group in enumerate(groups):
+            _check_options(group, f"parameter group {g}: ")
+            names = group.get("param_names")
+            for i, p in enumerate(group["params"]):
+                what = f"parameter {names[i]!r}" if names else f"parameter {i} of group {g}, shape {tuple(p.shape)},"
+                _check_param(p, what)
+                devices.add(p.device)
+        if len(devices) > 1:
+            raise ValueError(f"all parameters must be on one device; they are on {sorted(map(str, devices))}")
+
+    # -- a step ----------------------------------------------------------------------------------------------------
+
+    @torch._disable_dynamo  # type: ignore[misc]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Collective: reduces what has not been reduced, updates this rank's shard, gathers the parameters.
+
+        Args:
+            closure: called once, with gradients enabled, before anything else.
+
+        Returns:
+            The closure's value, or None.
+
+        Raises:
+            ValueError, RuntimeError: something that any rank has found, on every rank; nothing has changed then.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            self._engine.step(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        return loss
+
+    # torch.amp.GradScaler hands its scale and its flag over instead of asking the host.
+    _step_supports_amp_scaling = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """As torch.optim.Optimizer.zero_grad: `.grad` becomes None, or zeros."""
+        super().zero_grad(set_to_none=set_to_none)
+        self._engine.reducer.forget_used()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Inside, backward accumulates gradients locally and sends nothing."""
+        self._engine.reducer.quiet += 1
+        try:
+            yield
+        finally:
+            self._engine.reducer.quiet -= 1
+
+    def clip_grad_norm_(self, max_norm: float, *, grad_scale: Tensor | float | None = None) -> Tensor:
+        """Collective: the global norm of the averaged gradients; the next step multiplies them by
+        ``min(1, max_norm / (norm + 1e-6))`` inside its kernel. Gradients themselves stay as they are.
+
+        Args:
+            max_norm: upper bound of the norm; ``float("inf")`` only measures.
+            grad_scale: loss scale that the gradients still carry; the norm is divided by it.
+
+        Returns:
+            float32, 0-d, the same on every rank: the norm before clipping, as torch.nn.utils.clip_grad_norm_ has it.
+        """
+        if not float(max_norm) >= 0.0:
+            raise ValueError(f"max_norm: at least 0 wanted, got {max_norm!r}")
+        engine = self._engine
+        scale = None
+        if grad_scale is not None:
+            scale = torch.as_tensor(grad_scale).detach().to(engine.device, torch.float32).reshape(())
+        with torch.no_grad():
+            return engine.clip_grad_norm(float(max_norm), scale)
+
+    @property
+    def grad_norm(self) -> Tensor | None:
+        """float32 0-d: the unscaled norm of the averaged gradients at the last step, if that clipped."""
+        engine = self._engine
+        return engine.clip[1].clone() if engine.clip is not None else engine.last_norm
+
+    @property
+    def skipped_steps(self) -> Tensor:
+        """int64 0-d: how many steps were skipped because of non-finite gradients."""
+        return self._engine.skipped[0].clone()
+
+    @property
+    def step_skipped(self) -> Tensor:
+        """bool 0-d: whether the last step was skipped."""
+        return self._engine.skipped[1] != 0
+
+    def synchronize(self) -> None:
+        """Waits until all parameters are complete (with `overlap_gather`)."""
+        self._engine.reducer.finish_gathers()
+        self._engine.raise_sticky()
+
+    def refresh_masters(self) -> None:
+        """Masters := weights wherever a weight differs from its rounded master: after edits through ``p.data``.
+
+        Other edits are noticed by themselves. Split masters never differ from their weight by more than a rounding.
+        """
+        engine = self._engine
+        engine.take_up_edits(sorted(set(engine.follow([])) | set(range(len(engine.params)))))
+
+    # -- groups ----------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch.optim.Optimizer.add_param_group, at any time between steps. Collective; rank 0's weights are sent."""
+        engine: Engine | None = self.__dict__.get("_engine")
+        if engine is None:  # inside the constructor, which agrees once for all groups
+            super().add_param_group(param_group)
+            return
+        engine.adopt_group()
+        error: Exception | None = None
+        count = len(self.param_groups)
+        try:
+            super().add_param_group(param_group)
+            self._check_groups(self.param_groups)
+        except Exception as e:
+            del self.param_groups[count:]
+            error = e
+        built = _agree_on_parameters(engine.ranks, self.param_groups[count:], error, bool(engine.arenas))
+        if error is not None:
+            raise error
+        group = self.param_groups[-1]
+        if built:  # on any rank: then on all, so that all lay out the same sets
+            engine.build()
+        engine.ranks.send_weights(group["params"])
+        _register(engine, group)
+        engine.whole = None
+        engine.reset_tables()
+
+    # -- state -----------------------------------------------------------------------------------------------------
+
+    @torch._disable_dynamo  # type: ignore[misc]
+    def state_dict(self) -> dict[str, Any]:
+        """This rank's part of the state, in the form of torch's state_dict(); no collective.
+
+        ``{"state": {0..n-1: {"step", "exp_avg", "exp_avg_sq", "master"[, "max_exp_avg_sq"]}}, "param_groups": [...]}``.
+        The tensors work with torch.distributed.checkpoint (save and load, any number of ranks); by torch.save each is
+        stored as this rank's plain 1-D part, marked with its rank and world size.
+        """
+        for pre in self._optimizer_state_dict_pre_hooks.values():
+            pre(self)
+        self._engine.reducer.finish_gathers()
+        with torch.no_grad():
+            out = checkpoint.local_state_dict(self._engine)
+        for post in self._optimizer_state_dict_post_hooks.values():
+            out = post(self, out) or out
+        return out
+
+    @torch._disable_dynamo  # type: ignore[misc]
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Collective: takes what state_dict(), full_state_dict() or torch's AdamW/Adam state_dict() gave.
+
+        Everything is copied; afterwards parameters equal their masters on every rank.
+
+        Raises:
+            ValueError: on every rank, with nothing changed: a part of another rank or world size, missing, surplus or
+                misshapen entries.
+        """
+        state_dict = dict(state_dict)
+        for pre in self._optimizer_load_state_dict_pre_hooks.values():
+            state_dict = pre(self, state_dict) or state_dict
+        engine = self._engine
+        engine.reducer.finish_gathers()
+        engine.adopt_group()
+        engine.build()
+        with torch.no_grad():
+            checkpoint.load(engine, state_dict)
+        for post in self._optimizer_load_state_dict_post_hooks.values():
+            post(self)
+
+    def full_state_dict(self, rank0_only: bool = True) -> dict[str, Any]:
+        """Collective: the whole state in the form of torch.optim.AdamW's state_dict(), plus ``master``, on the CPU.
+
+        Rank 0 of process_group gets it, the others `{}`; with ``rank0_only=False`` all do.
+        """
+        return self._whole(0 if rank0_only else None)
+
+    def consolidate_state_dict(self, to: int = 0) -> None:
+        """Collective: afterwards state_dict() on rank `to` of process_group is the whole state in torch's form, until
+        the next step, load or add_param_group."""
+        if not 0 <= to < self._engine.ranks.world_size:
+            raise ValueError(f"to: a rank of process_group, 0 to {self._engine.ranks.world_size - 1}, wanted, got {to}")
+        self._engine.whole = self._whole(to) or None
+
+    def full_param_state(self, p: Tensor) -> dict[str, Tensor]:
+        """Collective: ``{"master", "exp_avg", "exp_avg_sq", "step"[, "max_exp_avg_sq"]}`` of one parameter, whole.
+
+        Copies, fp32, in p's shape, on its device; step is 0-d. Zeros before the first step. ValueError for a tensor that
+        is not a parameter here or has never been trainable.
+        """
+        self._ready()
+        with torch.no_grad():
+            out = checkpoint.param_state(self._engine, p)
+        assert out is not None
+        return out
+
+    def _whole(self, to: int | None) -> dict[str, Any]:
+        self._ready()
+        with torch.no_grad():
+            return checkpoint.whole_state_dict(self._engine, to)
+
+    def _ready(self) -> None:
+        engine = self._engine
+        engine.reducer.finish_gathers()
+        engine.adopt_group()
+        engine.build()
+        engine.take_up_edits(engine.follow([]))
+
+    def memory_report(self) -> dict[str, int]:
+        """Bytes on this rank: params, grads, state, buffers, total (their sum), padding (part of them), predicted.
+
+        Addresses are counted once; before the first step, what will be allocated. predicted: params + grads + state by
+        formula, for 16-bit parameters 2Ψ + 2Ψ + 12Ψ/N.
+        """
+        return self._engine.memory_report()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            f"{type(self).__name__} cannot be copied or pickled: it shares buffers with its parameters and belongs to a "
+            "process group. Use state_dict() or full_state_dict() and make a new optimizer"
+        )
+
+
+def _register(engine: Engine, group: dict[str, Any]) -> None:
+    names = group.get("param_names") or [None] * len(group["params"])
+    for p, name in zip(group["params"], names, strict=True):
+        if name is not None:
+            engine.names[p] = name
+        if p.requires_grad:
+            engine.reducer.watch(p)
+            engine.pending.append(p)
+            engine.version_at[p] = p._version
+
+
+def _agree_on_parameters(
+    ranks: Ranks, groups: list[dict[str, Any]], error: Exception | None, built: bool = False
+) -> bool:
+    """Collective: ValueError on every rank if parameters differ or any rank has an error; -> whether any rank has built.
+
+    The rank that has the error raises it itself, after the others have been told.
+    """
+    if ranks.alone:
+        return built
+    told = [
+        [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in group["params"]] for group in groups
+    ]
+    digest = zlib.crc32(repr(told).encode())
+    rows = ranks.gather_integers([digest, int(error is not None), int(built)])
+    failed = [r for r, row in enumerate(rows) if row[1]]
+    if failed or any(row[0] != rows[0][0] for row in rows):
+        reports = ranks.gather_objects(str(error) if error else told)
+        if error is not None:
+            return built
+        if failed:
+            raise ValueError("; ".join(f"rank {r}: {reports[r]}" for r in failed))
+        raise ValueError(f"ranks pass different parameters: {_first_difference(reports)}")
+    return any(row[2] for row in rows)
+
+
+def _first_difference(reports: list[list[list[Any]]]) -> str:
+    mine = reports[0]
+    for r, other in enumerate(reports):
+        if [len(g) for g in other] != [len(g) for g in mine]:
+            return f"rank 0 has groups of {[len(g) for g in mine]}, rank {r} of {[len(g) for g in other]}"
+        for g, (a, b) in enumerate(zip(mine, other, strict=True)):
+            for i, (x, y) in enumerate(zip(a, b, strict=True)):
+                if x != y:
+                    return f"parameter {i} of group {g} is (shape, dtype, requires_grad) {x} on rank 0 and {y} on rank {r}"
+    return "they differ in order"
+
+
+_ARGUMENTS = """
+    Args:
+        params: as torch takes them: tensors, dicts, or (name, tensor) pairs; fp16, bf16, fp32, mixed.
+        lr: a float, or a tensor of one element.
+        betas, eps, weight_decay, amsgrad, maximize: as torch.optim.{torch}.
+        capturable: nothing in a step depends on host values; a tensor lr is read on the device.
+        process_group: the ranks that share one state; default: all. Rank 0 below is its first rank.
+        replicate_group: ranks that hold the same shard; gradients are averaged over both groups.
+        max_grad_norm: clip the global norm on every step.
+        skip_nonfinite: a step whose averaged, unscaled gradients are not all finite changes nothing, on any rank.
+        master_weights: "fp32", or "split": a bf16 parameter and a 16-bit remainder are the master, 10Ψ/N of state.
+        bucket_cap_mb: MiB of gradient per bucket; None: chosen from N, dtype and parameter sizes.
+        overlap_reduce: reduce while backward runs (2Ψ/N more memory); False: in place inside step().
+        overlap_gather: a module whose forward waits for each bucket's parameters just before it needs them.
+        reduce_in_fp32: send 16-bit gradients and sum them in fp32 in rank order; None: where gloo serves the device.
+        foreach, fused: taken and ignored; differentiable: must be False.
+
+    Raises:
+        ValueError, TypeError: on every rank, if the arguments are wrong on any or ranks pass different parameters.
+
+    Source: ZeRO, Rajbhandari et al. 2020 (stage 1, P_os); Adam, Kingma and Ba 2015; AdamW, Loshchilov and Hutter 2019.
+    """
+
+
+def _settings(names: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    options = ("lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable", "differentiable")
+    defaults = {k: names[k] for k in (*options, "fused")}
+    settings = {k: v for k, v in names.items() if k not in defaults and k not in ("self", "params", "__class__")}
+    settings["capturable"] = names["capturable"]
+    return defaults, settings
+
+
+class Zero1AdamW(_Zero1):
+    __doc__ = (
+        "AdamW with its fp32 state split over N ranks: 4Ψ + 12Ψ/N bytes instead of 16Ψ.\n\n"
+        "    p *= 1 - lr * weight_decay;  m = lerp(m, g, 1 - beta1);  v = beta2 * v + (1 - beta2) * g * g\n"
+        "    p -= lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)\n\n"
+        "    g is the mean over ranks of each rank's summed gradients; p, m, v are fp32.\n" + _ARGUMENTS
+    ).format(torch="AdamW")
+    _decoupled = True
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 1e-2,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        replicate_group: dist.ProcessGroup | None = None,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = True,
+        master_weights: str = "fp32",
+        bucket_cap_mb: float | None = None,
+        overlap_reduce: bool = True,
+        overlap_gather: torch.nn.Module | None = None,
+        reduce_in_fp32: bool | None = None,
+    ) -> None:
+        super().__init__(params, *_settings(locals()))
+
+
+class Zero1Adam(_Zero1):
+    __doc__ = (
+        "Adam with L2 decay (g += weight_decay * p) and its fp32 state split over N ranks; else as Zero1AdamW.\n"
+        + _ARGUMENTS
+    ).format(torch="Adam")
+    _decoupled = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        *,
+        maximize: bool = False,
+        foreach: bool | None = None,
+        capturable: bool = False,
+        differentiable: bool = False,
+        fused: bool | None = None,
+        process_group: dist.ProcessGroup | None = None,
+        replicate_group: dist.ProcessGroup | None = None,
+        max_grad_norm: float | None = None,
+        skip_nonfinite: bool = True,
+        master_weights: str = "fp32",
+        bucket_cap_mb: float | None = None,
+        overlap_reduce: bool = True,
+        overlap_gather: torch.nn.Module | None = None,
+        reduce_in_fp32: bool | None = None,
+    ) -> None:
+        super().__init__(params, *_settings(locals()))

@@ -1,0 +1,310 @@
+"""Counts gradients as autograd finishes them; starts and finishes the reductions and gathers of buckets.
+
+Early reduction: the first backward outside ``no_sync()`` after a step reduces every bucket once, in bucket order,
+whatever order its gradients arrive in; what is still missing at the end of backward goes then. So every rank makes the
+same collectives, whichever of its parameters took part. Reduction is out of place: whoever changes a gradient later
+makes its bucket *touched*, and a touched bucket is reduced again in the step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from . import ops
+from .buffers import Arena
+from .collectives import Pending, Ranks, Scratch
+from .layout import Bucket
+
+SAMPLES = 64  # elements per bucket that are compared to notice writes that autograd's version counter does not show
+
+
+class BucketRun:
+    """One bucket and where its reduction stands in this cycle, from one step to the next."""
+
+    def __init__(self, arena: Arena, bucket: Bucket, number: int, norm: Tensor) -> None:
+        self.arena, self.bucket, self.number, self.norm = arena, bucket, number, norm
+        self.grads = arena.bucket_grads[bucket.index]
+        self.out = arena.bucket_slices[bucket.index]
+        self.params = arena.bucket_params[bucket.index]
+        self.waiting = 0
+        self.launched = False
+        self.version = 0  # of the gradients when they were sent
+        self.had = [False] * len(bucket.params)
+        self.sample: Tensor | None = None
+        self.used: set[int] = set()  # in-place reduction: gradients that a step has used up
+        self.gather: Pending | None = None
+        ends = [b + arena.layout.specs[k].numel for k, b in zip(bucket.params, bucket.begins, strict=True)]
+        last = max(ends) - 1
+        self.sample_at = torch.linspace(0, max(last, 0), min(SAMPLES, max(last + 1, 0)), dtype=torch.float64).long()
+
+    def take_sample(self) -> Tensor | None:
+        """Bits of a few gradients; on CUDA None, as looking would make the host wait."""
+        if self.grads.device.type != "cpu":
+            return None
+        bits = torch.int32 if self.grads.dtype == torch.float32 else torch.int16
+        return self.grads[self.sample_at].view(bits)
+
+    def snapshot(self) -> None:
+        """Remembers what was sent."""
+        self.version = self.grads._version
+        params = self.arena.params
+        self.had = [params[k].grad is not None for k in self.bucket.params]
+        self.sample = self.take_sample()
+
+    def touched(self, suspicious: bool) -> bool:
+        """Whether the gradients are no longer what was sent. suspicious: they may have been scaled unseen."""
+        if self.grads._version != self.version:
+            return True
+        arena = self.arena
+        for k, had in zip(self.bucket.params, self.had, strict=True):
+            grad = arena.params[k].grad
+            if (grad is not None) != had or (grad is not None and not arena.is_home(k, grad)):
+                return True
+        now = self.take_sample()
+        if now is None or self.sample is None:
+            return suspicious
+        return not torch.equal(now, self.sample) or (suspicious and not bool(now.any()))
+
+    def fill(self) -> None:
+        """Makes the gradient buffer hold exactly the gradients that the parameters have now."""
+        arena = self.arena
+        for k in self.bucket.params:
+            grad = arena.params[k].grad
+            if grad is None or grad.layout != torch.strided:
+                arena.clear_grad(k)
+            elif not arena.is_home(k, grad):
+                arena.adopt_grad(k, grad)
+
+
+class Reducer:
+    """The hooks and the collectives of one optimizer."""
+
+    def __init__(self, ranks: Ranks, overlap: bool, build: Callable[[], None]) -> None:
+        self.ranks, self.overlap, self.build = ranks, overlap, build
+        self.exchange = False
+        self.runs: list[BucketRun] = []
+        self.place: dict[torch.nn.Parameter, tuple[BucketRun, int]] = {}
+        self.scratch = Scratch()
+        self.flying: list[Pending] = []
+        self.quiet = 0  # depth of no_sync()
+        self.amp = True  # a loss scaler may be at work: until a step was made without one
+        self.faults: dict[str, type[Exception]] = {}
+        self.name_of: Callable[[torch.nn.Parameter], str] = lambda p: f"of shape {tuple(p.shape)}"
+        self.on_backward: Callable[[], None] = lambda: None
+        self.syncs = 0
+        self.next = 0  # the bucket whose turn it is
+        self.task = -1  # autograd's number of the backward that is running
+        self.fired: set[torch.nn.Parameter] = set()
+        self.displaced = False  # a parameter was moved to another device; buffers follow in the step
+
+    # -- set-up ----------------------------------------------------------------------------------------------------
+
+    def watch(self, p: torch.nn.Parameter) -> None:
+        """Hooks a parameter. The hook does not keep the optimizer alive."""
+        me = weakref.ref(self)
+
+        def hook(param: Tensor) -> None:
+            reducer = me()
+            if reducer is not None:
+                reducer.on_grad(param)  # type: ignore[arg-type]
+
+        p.register_post_accumulate_grad_hook(hook)
+
+    def set_arenas(self, arenas: list[Arena], norms: Tensor) -> None:
+        """Takes the buckets of new arenas; norms: int64 [buckets, NORM_WORDS]. Progress of the old ones is kept."""
+        old = {(id(run.arena), run.bucket.index): run for run in self.runs}
+        self.runs, self.place = [], {}
+        for arena in arenas:
+            for bucket in arena.layout.buckets:
+                number = len(self.runs)
+                run = old.get((id(arena), bucket.index)) or BucketRun(arena, bucket, number, norms[number])
+                run.norm = norms[number]
+                self.runs.append(run)
+                for k in bucket.params:
+                    self.place[arena.params[k]] = (run, k)
+
+    # -- hooks -----------------------------------------------------------------------------------------------------
+
+    def on_grad(self, p: torch.nn.Parameter) -> None:
+        """A gradient is complete: takes it into the buffer and counts its bucket down."""
+        self.build()
+        self.on_backward()
+        place = self.place.get(p)
+        grad = p.grad
+        if place is None or grad is None:
+            return
+        run, k = place
+        if grad.layout != torch.strided:
+            name = self.name_of(p)
+            self.faults[f"the gradient of parameter {name} is sparse; Zero1 takes dense ones"] = ValueError
+        elif grad.device != run.grads.device:
+            self.displaced = True
+        elif run.arena.is_home(k, grad):
+            run.arena.dirty[k] = True
+            if k in run.used:
+                self._reused(run, k, p)
+        else:
+            run.arena.adopt_grad(k, grad)
+            if run.used:  # (a fresh gradient, whose copy is a write too)
+                run.used.discard(k)
+                run.version += 1
+        if self.quiet or self.ranks.alone:
+            return
+        self._enter_backward()
+        if self.overlap and self.syncs == 1 and p not in self.fired:
+            self.fired.add(p)
+            run.waiting -= 1
+            if run.waiting == 0 and not self.displaced:
+                while self.next < len(self.runs) and self.runs[self.next].waiting <= 0:
+                    self._launch(self.runs[self.next])
+
+    def _reused(self, run: BucketRun, k: int, p: torch.nn.Parameter) -> None:
+        # One write since the step: autograd's own. More: somebody zeroed the gradients in place.
+        run.version += 1
+        if run.grads._version == run.version:
+            self.faults[
+                "with overlap_reduce=False a step uses the gradients up: call zero_grad() before the next backward "
+                f"(parameter {self.name_of(p)})"
+            ] = RuntimeError
+        else:
+            run.used.clear()
+
+    def _enter_backward(self) -> None:
+        task = torch._C._current_graph_task_id()
+        if task == self.task:
+            return
+        self.task = task
+        self._join()  # an earlier backward may have died half-way
+        self.syncs += 1
+        if self.syncs == 1:
+            self.fired.clear()
+            for run in self.runs:
+                run.waiting = sum(run.arena.params[k].requires_grad for k in run.bucket.params)
+        torch.autograd.Variable._execution_engine.queue_callback(self._leave_backward)  # type: ignore[attr-defined]
+
+    def _leave_backward(self) -> None:
+        self.task = -1
+        if self.overlap and not self.displaced:
+            self.launch_all()
+        if self.amp and not self.displaced:
+            self.flag_round(in_backward=True)
+
+    # -- reductions ------------------------------------------------------------------------------------------------
+
+    def _launch(self, run: BucketRun) -> None:
+        assert run is self.runs[self.next]
+        self.next += 1
+        run.fill()
+        self._start(run)
+        run.launched = True
+        run.snapshot()
+
+    def _start(self, run: BucketRun) -> None:
+        # An exchange holds world_size - 1 slices: as many in flight as stay under two buckets.
+        limit = (3 if self.ranks.world_size <= 2 else 2) if self.exchange else len(self.runs)
+        while len(self.flying) >= limit:
+            self.flying.pop(0).finish()
+        run.norm.zero_()
+        norm = run.norm if self.exchange or self.ranks.replicas > 1 else None
+        with torch.profiler.record_function("zero1.reduce_scatter"):
+            self.flying.append(
+                self.ranks.start_reduction(run.grads, run.out, norm, self.scratch, run.number + 1, self.exchange)
+            )
+
+    def launch_all(self) -> None:
+        """Reduces, once per cycle, every bucket that has not been; waits for all."""
+        while self.next < len(self.runs):
+            self._launch(self.runs[self.next])
+        self._join()
+
+    def reduce_again(self, touched: set[int]) -> None:
+        """Reduces the touched buckets anew, in bucket order."""
+        for number in sorted(touched):
+            run = self.runs[number]
+            run.fill()
+            self._start(run)
+            run.snapshot()
+        self._join()
+
+    def _join(self) -> None:
+        while self.flying:
+            self.flying.pop(0).finish()
+        self.scratch.clear()
+
+    def touched(self, suspicious: bool = False) -> set[int]:
+        """Buckets whose gradients are not those that were reduced."""
+        return {run.number for run in self.runs if run.launched and run.touched(suspicious)}
+
+    def end_cycle(self, used_up: bool = False) -> None:
+        """After a step, or an error on all ranks: the next backward reduces afresh."""
+        self.next = self.syncs = 0
+        self.task = -1
+        self.faults.clear()
+        self.displaced = False
+        for run in self.runs:
+            run.launched = False
+            if used_up and not self.overlap:
+                run.used = {k for k in run.bucket.params if run.arena.params[k].grad is not None}
+                run.version = run.grads._version
+
+    def forget_used(self) -> None:
+        """The gradients have been zeroed: they are fresh."""
+        for run in self.runs:
+            run.used.clear()
+
+    # -- loss scaling ----------------------------------------------------------------------------------------------
+
+    def flag_round(self, in_backward: bool) -> bool:
+        """Makes a non-finite gradient of one rank non-finite on all, so that every rank's loss scaler sees it.
+
+        One tiny all-reduce at the end of every backward while a scaler may be at work; if any rank reports one, every
+        rank spoils one element of its own gradients. A rank that is in step() already joins the rounds of those that
+        are still in backward. -> whether there were any (on CUDA, where that would have to be read back: False).
+        """
+        device = self.runs[0].grads.device
+        message = torch.zeros(2, dtype=torch.int64, device=device)
+        if in_backward:
+            message[0] = 1
+            message[1] = self._non_finite()
+        self.ranks.sum_(message)
+        if device.type == "cpu" and not bool(message[1]):
+            return bool(message[0])
+        for run in self.runs:
+            arena = run.arena
+            for k, begin in zip(run.bucket.params, run.bucket.begins, strict=True):
+                grad = arena.params[k].grad
+                if grad is not None and grad.numel() and arena.is_home(k, grad):
+                    run.grads[begin : begin + 1].masked_fill_(message[1:2] > 0, float("nan"))
+                    if run.launched:
+                        run.version, run.sample = run.grads._version, run.take_sample()
+                    return device.type == "cpu" and bool(message[0])
+        return device.type == "cpu" and bool(message[0])
+
+    def _non_finite(self) -> Tensor:
+        """int64 0-d: whether this rank has a non-finite gradient, or a mean that is."""
+        if self.overlap and self.syncs == 1 and self.exchange:
+            counts = torch.stack([run.norm[ops.NORM_NON_FINITE] for run in self.runs])
+        else:
+            counts = torch.stack([(~torch.isfinite(run.grads)).any() for run in self.runs])
+        return (counts > 0).any().to(torch.int64)
+
+    # -- gathers ---------------------------------------------------------------------------------------------------
+
+    def start_gathers(self) -> None:
+        """Starts the all-gather of every bucket, in order."""
+        if self.ranks.world_size == 1:
+            return
+        with torch.profiler.record_function("zero1.all_gather"):
+            for run in self.runs:
+                run.gather = self.ranks.start_gather(run.params)
+
+    def finish_gathers(self, runs: list[BucketRun] | None = None) -> None:
+        """Waits until the parameters of these buckets (None: of all) are complete."""
+        for run in self.runs if runs is None else runs:
+            if run.gather is not None:
+                gather, run.gather = run.gather, None
+                gather.finish()
