@@ -21,7 +21,7 @@ from setuptools.command.build_ext import build_ext
 
 CPU_SOURCES = ["csrc/bindings.cpp", *sorted(str(p) for p in Path("csrc/cpu").glob("*.cpp"))]
 CUDA_SOURCES = ["csrc/bindings_cuda.cpp", *sorted(str(p) for p in Path("csrc/cuda").glob("*.cu"))]
-DEFAULT_ARCHS = "8.0 8.6 8.9 9.0 10.0 12.0+PTX"
+DEFAULT_ARCHS = "8.0 8.6 8.9 9.0 10.0 12.0"  # and PTX of the last for later ones
 TORCH_TARGET = "0x020a000000000000"  # the stable ABI of torch 2.10: what is built loads in every later torch, too
 
 # No contraction and no fast-math: CPU and CUDA must give the same bits. The two -fno-* only let loops vectorise.
@@ -36,46 +36,50 @@ def output_of(*command):
 
 
 def find_nvcc():
-    homes = [os.environ.get("CUDA_HOME"), None, "/usr/local/cuda"]  # None: PATH
-    for home in homes if os.environ.get("ZERO1_CUDA") != "0" else []:
-        nvcc = shutil.which("nvcc", path=f"{home}/bin") if home else None if home == "" else shutil.which("nvcc")
-        if nvcc:
-            return nvcc
-    return None
+    if os.environ.get("ZERO1_CUDA") == "0":
+        return None
+    home = os.environ.get("CUDA_HOME")
+    places = ([f"{home}/bin"] if home else []) + [os.environ.get("PATH"), "/usr/local/cuda/bin"]
+    return next(filter(None, (shutil.which("nvcc", path=place) for place in places)), None)
 
 
 def cuda_archs(nvcc):
     """TORCH_CUDA_ARCH_LIST, or those of the default list that this nvcc knows: ["8.0", ..., "12.0+PTX"]."""
-    asked = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
-    for arch in asked:
+    archs = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
+    if not archs:
+        known = output_of(nvcc, "--list-gpu-arch").split()
+        archs = [arch for arch in DEFAULT_ARCHS.split() if "compute_" + arch.replace(".", "") in known]
+        archs[-1] += "+PTX"
+    for arch in archs:
         if not re.fullmatch(r"\d+\.\d[af]?(\+PTX)?", arch):
             raise SystemExit(f"TORCH_CUDA_ARCH_LIST: wanted versions such as '8.0;9.0+PTX', got {arch!r}")
-    if asked:
-        return asked
-    known = output_of(nvcc, "--list-gpu-arch").split()
-    archs = [a for a in DEFAULT_ARCHS.split() if "compute_" + a.removesuffix("+PTX").replace(".", "") in known]
-    return [*archs[:-1], archs[-1].removesuffix("+PTX") + "+PTX"]
+    return archs
 
 
 def gencode(arch):
     number = arch.removesuffix("+PTX").replace(".", "")
     codes = [f"sm_{number}"] + ([f"compute_{number}"] if arch.endswith("+PTX") else [])
-    return [f"-gencode=arch=compute_{number},code=[{','.join(codes)}]"]
+    return f"-gencode=arch=compute_{number},code=[{','.join(codes)}]"
 
 
-def config_header(version, torch_version, nvcc, archs):
-    """The facts that build_info() reports."""
-    nvcc_version = re.search(r"release .*", output_of(nvcc, "--version")).group() if nvcc else ""
-    facts = {"VERSION": version, "TORCH": torch_version, "CUDA_ARCHS": " ".join(archs), "NVCC": nvcc_version}
-    lines = [f'#define ZERO1_BUILD_{name} "{value}"' for name, value in facts.items()]
-    return "\n".join(["#pragma once", *lines, f"#define ZERO1_BUILD_CUDA {int(bool(nvcc))}", ""])
+def write_if_changed(path, text):
+    if not path.exists() or path.read_text() != text:
+        path.write_text(text)
 
 
-def run_ninja(ninja, steps, folder):
-    escape = {ord(c): "$" + c for c in "$ :"}
-    lines = ["rule run", "  command = $line", "  depfile = $out.d", "  deps = gcc"]
+def run_steps(steps, folder):
+    """With ninja: in parallel, only what changed. Without: one after the other. A step: output, inputs, command."""
+    ninja = [shutil.which("ninja")] if shutil.which("ninja") else [sys.executable, "-m", "ninja"]
+    if subprocess.run([*ninja, "--version"], capture_output=True).returncode != 0:
+        print("zero1_cuda: ninja not found, so the files are compiled one after the other", flush=True)
+        for _, _, command in steps:
+            subprocess.run(command, check=True)
+        return
+    path = str.maketrans({c: "$" + c for c in "$ :"})
+    lines = [f"builddir = {str(folder).translate(path)}"]
+    lines += ["rule run", "  command = $line", "  depfile = $out.d", "  deps = gcc"]
     for out, inputs, command in steps:
-        lines.append(f"build {out.translate(escape)}: run {' '.join(i.translate(escape) for i in inputs)}")
+        lines.append(f"build {out.translate(path)}: run {' '.join(i.translate(path) for i in inputs)}")
         lines.append("  line = " + shlex.join(command).replace("$", "$$"))
     (folder / "build.ninja").write_text("\n".join(lines) + "\n")
     jobs = ["-j", os.environ["MAX_JOBS"]] if os.environ.get("MAX_JOBS") else []
@@ -110,25 +114,22 @@ class BuildExtensions(build_ext):
             raise SystemExit(f"zero1_cuda needs a C++ compiler: {cxx[0]!r} is not on PATH (CXX names another one)")
 
         archs = cuda_archs(self.nvcc) if self.nvcc else []
-        print("zero1_cuda: " + (f"CUDA for {' '.join(archs)}" if archs else "CPU only, no nvcc"), flush=True)
+        without = "ZERO1_CUDA=0" if os.environ.get("ZERO1_CUDA") == "0" else "nvcc not found"
+        print("zero1_cuda: " + (f"CUDA for {' '.join(archs)}" if archs else f"CPU only, {without}"), flush=True)
         folder = Path(self.build_temp)
         folder.mkdir(parents=True, exist_ok=True)
-        config = config_header(self.distribution.get_version(), torch.__version__, self.nvcc, archs)
-        header = folder / "build_config.h"
-        if not header.exists() or header.read_text() != config:
-            header.write_text(config)
-
-        steps = []
-        for extension in self.extensions:
-            steps += self.plan(extension, folder, Path(torch.__file__).parent, cxx, archs)
-        ninja = [shutil.which("ninja")] if shutil.which("ninja") else [sys.executable, "-m", "ninja"]
+        facts = {  # what build_info() reports
+            "VERSION": self.distribution.get_version(),
+            "TORCH": torch.__version__,
+            "CUDA_ARCHS": " ".join(archs),
+            "NVCC": re.search(r"release .*", output_of(self.nvcc, "--version")).group() if self.nvcc else "",
+        }
+        lines = ["#pragma once", *(f'#define ZERO1_BUILD_{name} "{value}"' for name, value in facts.items())]
+        lines += [f"#define ZERO1_BUILD_CUDA {int(bool(self.nvcc))}", ""]
+        write_if_changed(folder / "build_config.h", "\n".join(lines))
         try:
-            if subprocess.run([*ninja, "--version"], capture_output=True).returncode == 0:
-                run_ninja(ninja, steps, folder)
-            else:
-                print("zero1_cuda: ninja not found, so the files are compiled one after the other", flush=True)
-                for _, _, command in steps:
-                    subprocess.run(command, check=True)
+            plans = [self.plan(e, folder, Path(torch.__file__).parent, cxx, archs) for e in self.extensions]
+            run_steps([step for plan in plans for step in plan], folder)
         except subprocess.CalledProcessError as error:
             raise SystemExit(f"zero1_cuda: the build failed (exit status {error.returncode}), see above") from None
         for extension in self.extensions:
@@ -147,7 +148,7 @@ class BuildExtensions(build_ext):
             dry = subprocess.run([self.nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True).stderr
             host += [f.replace("-I", "-isystem") for f in re.findall(r"-I[^\s\"]+", dry.partition("INCLUDES=")[2])]
             link = [self.nvcc, "-shared", "--cudart", "static", "-Xlinker", "--exclude-libs=ALL,--no-as-needed"]
-        device = [self.nvcc, *NVCC_FLAGS, *(flag for arch in archs for flag in gencode(arch))]
+        device = [self.nvcc, *NVCC_FLAGS, *map(gencode, archs)]
         steps, objects = [], []
         for source in extension.sources:
             out = str(folder / f"{Path(source).name}.o")

@@ -99,8 +99,7 @@ void adam_step(const Tensor& segments, const Tensor& chunk_segment, const Tensor
 
 void refresh_masters(const Tensor& segments, const Tensor& chunk_segment, std::vector<Tensor> params,
                      MaybeTensor master, MaybeTensor remainder, const Tensor& edited) {
-  const RefreshMastersArgs args =
-      refresh_masters_args(segments, chunk_segment, params, master, remainder, edited);
+  const RefreshMastersArgs args = refresh_masters_args(segments, chunk_segment, params, master, remainder, edited);
   const TableLimits limits{{}, numels(params), numel(master), numel(remainder), 0, edited.numel(), false};
   check_tables("refresh_masters", segments, args.table, args.buffers, limits);
   torch::stable::parallel_for(0, args.table.chunks, kGrain,
@@ -110,17 +109,15 @@ void refresh_masters(const Tensor& segments, const Tensor& chunk_segment, std::v
 void grad_norm(const Tensor& segments, const Tensor& chunk_segment, std::vector<Tensor> grads, const Tensor& norm) {
   const GradNormArgs args = grad_norm_args(segments, chunk_segment, grads, norm);
   check_tables("grad_norm", segments, args.table, args.buffers, TableLimits{numels(grads), {}, 0, 0, 0, 0, false});
-  parallel_norm(args.table.chunks, args.norm, [&](int64_t begin, int64_t end, int64_t* part) {
-    cpu::grad_norm(args, begin, end, part);
-  });
+  parallel_norm(args.table.chunks, args.norm,
+                [&](int64_t begin, int64_t end, int64_t* part) { cpu::grad_norm(args, begin, end, part); });
 }
 
 void sum_slices(const Tensor& received, MaybeTensor own, int64_t rank, double scale, double divisor, const Tensor& out,
                 MaybeTensor norm) {
   const SumSlicesArgs args = sum_slices_args(received, own, rank, scale, divisor, out, norm);
-  parallel_norm(chunks_of(args.numel), args.norm, [&](int64_t begin, int64_t end, int64_t* part) {
-    cpu::sum_slices(args, begin, end, part);
-  });
+  parallel_norm(chunks_of(args.numel), args.norm,
+                [&](int64_t begin, int64_t end, int64_t* part) { cpu::sum_slices(args, begin, end, part); });
 }
 
 void pack_control(const Tensor& norms, MaybeTensor found_inf, MaybeTensor grad_scale, const Tensor& control) {

@@ -27,15 +27,24 @@ using MaybeTensor = std::optional<Tensor>;
 
 inline const char* dtype_name(ScalarType type) {
   switch (type) {
-    case ScalarType::Float: return "float32";
-    case ScalarType::Double: return "float64";
-    case ScalarType::Half: return "float16";
-    case ScalarType::BFloat16: return "bfloat16";
-    case ScalarType::Byte: return "uint8";
-    case ScalarType::Short: return "int16";
-    case ScalarType::Int: return "int32";
-    case ScalarType::Long: return "int64";
-    default: return torch::headeronly::toString(type);
+    case ScalarType::Float:
+      return "float32";
+    case ScalarType::Double:
+      return "float64";
+    case ScalarType::Half:
+      return "float16";
+    case ScalarType::BFloat16:
+      return "bfloat16";
+    case ScalarType::Byte:
+      return "uint8";
+    case ScalarType::Short:
+      return "int16";
+    case ScalarType::Int:
+      return "int32";
+    case ScalarType::Long:
+      return "int64";
+    default:
+      return torch::headeronly::toString(type);
   }
 }
 
@@ -95,10 +104,14 @@ class OpTensors {
 
   DType float_type(const Tensor& t, const std::string& name) const {
     switch (t.scalar_type()) {
-      case ScalarType::Float: return kFloat32;
-      case ScalarType::Half: return kFloat16;
-      case ScalarType::BFloat16: return kBFloat16;
-      default: break;
+      case ScalarType::Float:
+        return kFloat32;
+      case ScalarType::Half:
+        return kFloat16;
+      case ScalarType::BFloat16:
+        return kBFloat16;
+      default:
+        break;
     }
     STD_TORCH_CHECK(false, op_, ": ", name, ": wanted float32, float16 or bfloat16, got ", describe(t));
     return kFloat32;
@@ -131,8 +144,8 @@ class OpTensors {
 
   void need_master(const FlatBuffer* buffers, size_t count, const MaybeTensor& master) const {
     for (size_t k = 0; k < count; ++k) {
-      STD_TORCH_CHECK(buffers[k].master != kMasterFp32 || master, op_, ": master: wanted a float32 tensor, since params[",
-                      k, "] keeps an fp32 master, got None");
+      STD_TORCH_CHECK(buffers[k].master != kMasterFp32 || master, op_,
+                      ": master: wanted a float32 tensor, since params[", k, "] keeps an fp32 master, got None");
     }
   }
 
@@ -251,8 +264,7 @@ inline StepControlArgs step_control_args(const Tensor& control, int64_t world, c
   const OpTensors op("step_control", control);
   StepControlArgs a{};
   a.params = param_group.numel();
-  a.control =
-      op.data<const int64_t>(control, "control", ScalarType::Long, {kAny}, kControlFlags + (a.params + 3) / 4);
+  a.control = op.data<const int64_t>(control, "control", ScalarType::Long, {kAny}, kControlFlags + (a.params + 3) / 4);
   STD_TORCH_CHECK(world >= 1, "step_control: world: wanted at least 1, got ", world);
   a.world = world;
   a.param_group = op.data<const int32_t>(param_group, "param_group", ScalarType::Int, {kAny});

@@ -3,6 +3,8 @@
 torchrun --standalone --nproc-per-node 2 examples/train_gpt.py [--steps 300] [--dtype bf16|fp16|fp32] [--resume]
 
 Byte level, so there is nothing to download: every machine with Python has the text. Without torchrun: one rank.
+With `torchrun --max-restarts 3` a run goes on from its last checkpoint when a rank has died; set
+TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 then, or the new ranks look for the addresses of the dead ones (pytorch #135712).
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from zero1_cuda import Zero1AdamW
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
-# ---- model ------------------------------------------------------------------------------------------------------------
+# ---- model ---------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -74,7 +76,7 @@ class GPT(nn.Module):
         return F.cross_entropy(logits.float().flatten(0, 1), y.flatten())  # 16 bits are too few for log-sum-exp
 
 
-# ---- data -------------------------------------------------------------------------------------------------------------
+# ---- data ----------------------------------------------------------------------------------------
 
 
 def load_text() -> Tensor:
@@ -93,7 +95,7 @@ def sample(text: Tensor, batch: int, context: int, device: torch.device) -> tupl
     return window[:, :-1], window[:, 1:]
 
 
-# ---- checkpoints ------------------------------------------------------------------------------------------------------
+# ---- checkpoints ---------------------------------------------------------------------------------
 
 
 def barrier() -> None:
@@ -102,7 +104,7 @@ def barrier() -> None:
 
 
 def save(folder: Path, parts: dict[str, Any], progress: dict[str, float], rank: int) -> None:
-    """A checkpoint that is whole or not there: written aside, renamed when every rank is done, then named the latest."""
+    """A checkpoint is whole or not there: written aside, renamed when all ranks are done, then made the latest."""
     whole = folder / f"step-{progress['step']}"
     partial = whole.with_suffix(".tmp")
     if rank == 0:
@@ -145,7 +147,7 @@ def clear(folder: Path, rank: int) -> None:
     barrier()
 
 
-# ---- training ---------------------------------------------------------------------------------------------------------
+# ---- training ------------------------------------------------------------------------------------
 
 
 def parse() -> argparse.Namespace:
@@ -274,7 +276,7 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
     bar.close()
 
     if rank == 0:
-        bytes_held = opt.memory_report()
+        held = opt.memory_report()
         numel = sum(p.numel() for p in model.parameters())
         summary = {
             "loss_first": progress["loss_first"],
@@ -282,41 +284,35 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
             "steps": args.steps,
             "world_size": world_size,
             "numel": numel,
-            "param_bytes": bytes_held["params"],
-            "grad_bytes": bytes_held["grads"],
-            "state_bytes": bytes_held["state"],
-            "predicted_bytes": bytes_held["predicted"],
+            "param_bytes": held["params"],
+            "grad_bytes": held["grads"],
+            "state_bytes": held["state"],
+            "predicted_bytes": held["predicted"],
             "ddp_bytes": 16 * numel,
             "seconds_per_step": seconds,
         }
         (args.out / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
-        print_table(summary, args.dtype, tokens, bytes_held)
+        print_table(summary, held, args.dtype, tokens)
 
 
-def print_table(summary: dict[str, Any], dtype: str, tokens: int, held: dict[str, int]) -> None:
-    numel, world_size, size = summary["numel"], summary["world_size"], DTYPES[dtype].itemsize
-    state_size = 16 - 2 * size  # fp32 parameters are their own masters
-    measured = held["params"] + held["grads"] + held["state"]
-
-    def row(name: str, value: str, formula: str = "", expected: float | None = None) -> None:
-        print(
-            f"{name:<26}{value:>16}  {formula:<18}{'' if expected is None else f'{expected / 1e6:>10.3f} MB'}".rstrip()
-        )
-
-    def megabytes(value: int) -> str:
-        return f"{value / 1e6:.3f} MB"
-
-    print(f"\n{numel:,} parameters in {dtype} on {world_size} rank{'s' * (world_size > 1)}")
-    row("loss, first -> last step", f"{summary['loss_first']:.3f} -> {summary['loss_last']:.3f}")
-    seconds = summary["seconds_per_step"]
-    row("time per step", f"{seconds:.3f} s", f"{tokens / seconds:,.0f} tokens/s")
-    row("bytes per rank", "measured", "formula")
-    row("  parameters", megabytes(held["params"]), f"{size} Psi", size * numel)
-    row("  gradients", megabytes(held["grads"]), f"{size} Psi", size * numel)
-    row("  optimizer state", megabytes(held["state"]), f"{state_size} Psi/N", state_size * numel / world_size)
-    row("  sum", megabytes(measured), f"{2 * size} Psi + {state_size} Psi/N", held["predicted"])
-    row("  buffers for overlap", megabytes(held["buffers"]))
-    row("  without sharding", "", "16 Psi", summary["ddp_bytes"])
+def print_table(summary: dict[str, Any], held: dict[str, int], dtype: str, tokens: int) -> None:
+    numel, ranks, seconds = summary["numel"], summary["world_size"], summary["seconds_per_step"]
+    size = DTYPES[dtype].itemsize
+    state = 16 - 2 * size  # 16 bits: fp32 master, exp_avg, exp_avg_sq; fp32 parameters are their own masters
+    print(f"\n{numel:,} parameters (Psi) in {dtype} on {ranks} rank{'s' * (ranks > 1)} (N)")
+    print(f"loss, first -> last step  {summary['loss_first']:.3f} -> {summary['loss_last']:.3f}")
+    print(f"time per step             {seconds:.3f} s, {tokens / seconds:,.0f} tokens/s\n")
+    print(f"{'MB per rank':<26}{'measured':>10}{'formula':>20}{'gives':>10}")
+    for name, measured, formula, expected in (
+        ("parameters", held["params"], f"{size} Psi", size * numel),
+        ("gradients", held["grads"], f"{size} Psi", size * numel),
+        ("optimizer state", held["state"], f"{state} Psi/N", state * numel / ranks),
+        ("together", held["total"] - held["buffers"], f"{2 * size} Psi + {state} Psi/N", held["predicted"]),
+        ("buffers for overlap", held["buffers"], "", None),
+        ("without sharding", None, "16 Psi", summary["ddp_bytes"]),
+    ):
+        left, right = ("" if value is None else f"{value / 1e6:.3f}" for value in (measured, expected))
+        print(f"  {name:<24}{left:>10}{formula:>20}{right:>10}".rstrip())
 
 
 def main() -> None:

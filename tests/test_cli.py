@@ -1,4 +1,4 @@
-"""python -m zero1_cuda: `info` comes out on any machine, `memory` prints the table, mistakes give one line and no traceback."""
+"""python -m zero1_cuda: `info` comes out on any machine, `memory` prints the table, a mistake gives one line."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""The memory arithmetic gives the published numbers and the formulas 4 Psi + 12 Psi / N, 8 Psi + 8 Psi / N, 4 Psi + 10 Psi / N."""
+"""The memory arithmetic gives the published numbers, and the formula of each type of parameter and master."""
 
 import pytest
 

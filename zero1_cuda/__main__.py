@@ -22,7 +22,7 @@ from typing import Any
 
 from zero1_cuda import memory
 
-# ---- info -------------------------------------------------------------------------------------------------------------
+# ---- info ----------------------------------------------------------------------------------------
 
 
 def _attempt(probe: Callable[[], Any]) -> Any:
@@ -138,7 +138,7 @@ def _plain(value: object) -> str:
     return ", ".join(map(str, value)) or "none" if isinstance(value, (list, tuple)) else str(value)
 
 
-# ---- memory -----------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
 
 def _count(text: str) -> int:
@@ -189,7 +189,7 @@ def _plot(rows: list[memory.Footprint], path: str, title: str) -> None:
     for name in ("params", "grads", "state", "buffers"):
         heights = [getattr(row, name) / 1e9 for row in rows]
         axes.bar(labels, heights, bottom=bottom, width=0.6, label=name)
-        bottom = [below + height for below, height in zip(bottom, heights)]
+        bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
     axes.axhline(rows[0].baseline / 1e9, color="black", linestyle="--", linewidth=1, label="plain data parallel")
     axes.set(xlabel="ranks", ylabel="GB per rank (1e9 bytes)", title=title)
     axes.legend()
@@ -197,7 +197,7 @@ def _plot(rows: list[memory.Footprint], path: str, title: str) -> None:
     figure.savefig(path, dpi=150)
 
 
-# ---- bench ------------------------------------------------------------------------------------------------------------
+# ---- bench ---------------------------------------------------------------------------------------
 
 
 def _run_bench(args: argparse.Namespace) -> int:

@@ -6,6 +6,8 @@ an arena of their own, so that existing state never moves.
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -30,17 +32,15 @@ def view_of(flat: Tensor, begin: int, shape: Sequence[int], stride: Sequence[int
     """
     if not own_storage or flat.device.type == "meta":
         return flat.as_strided(shape, stride, flat.storage_offset() + begin)
-    numel = 1
-    for n in shape:
-        numel *= n
+    numel = math.prod(int(n) for n in shape)
     size = flat.element_size()
-    begin += flat.storage_offset()
+    begin += int(flat.storage_offset())
     storage = flat.untyped_storage()[begin * size : (begin + numel) * size]
     return torch.empty(0, dtype=flat.dtype, device=flat.device).set_(storage, 0, tuple(shape), tuple(stride))
 
 
 def join_master(param: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 master of a split pair: bf16 `param` and int16 `remainder`, elementwise (csrc/include/zero1/convert.h)."""
+    """The fp32 master of a split pair, bf16 `param` and int16 `remainder`, elementwise (as convert.h has it)."""
     high = param.view(torch.int16).to(torch.int32)
     low = remainder.to(torch.int32) & 0xFFFF
     went_up = (low > 0x8000) & ~param.isnan()
@@ -57,9 +57,9 @@ def settle_tie(master: Tensor) -> Tensor:
 class Arena:
     """The flat buffers, tables and state of one set of parameters.
 
-    params: [P] parameters of one device. first: number of the first among all the optimizer's parameters. names: for
-    messages. apart: the reduced slices get a buffer of their own (early reduction); otherwise a slice is reduced into
-    the gradient buffer.
+    params: of one device. first: number of the first among all the optimizer's parameters. apart: the reduced slices
+    get a buffer of their own (early reduction); otherwise a slice is reduced inside the gradient buffer. split: bf16
+    masters are kept as remainders. amsgrad: per parameter.
     """
 
     def __init__(
@@ -227,9 +227,7 @@ class Arena:
 
     def planned_state_bytes(self) -> int:
         """Bytes that `make_state` allocates."""
-        return (
-            8 * self.layout.shard_numel + 4 * self._numel("fp32") + 2 * self._numel("split") + 4 * self.max_numel
-        )
+        return 8 * self.layout.shard_numel + 4 * self._numel("fp32") + 2 * self._numel("split") + 4 * self.max_numel
 
     def make_state(self) -> None:
         """Zero moments; masters from the weights as they are now."""
@@ -280,7 +278,8 @@ class Arena:
 
     def moments(self, piece: Piece) -> dict[str, Tensor]:
         """Views [hi - lo] of the moments of a piece, by torch's names. Only after `make_state`."""
-        assert self.exp_avg is not None and self.exp_avg_sq is not None
+        assert self.exp_avg is not None
+        assert self.exp_avg_sq is not None
         begin, n = piece.shard_begin, piece.hi - piece.lo
         out = {"exp_avg": self.exp_avg[begin : begin + n], "exp_avg_sq": self.exp_avg_sq[begin : begin + n]}
         if piece.param in self.max_begin:
@@ -295,7 +294,7 @@ class Arena:
         if piece is None:
             empty = torch.zeros(0, dtype=torch.float32, device=self.device)
             names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if self.amsgrad[k] else [])
-            out = {name: empty for name in names}
+            out = dict.fromkeys(names, empty)
             mode = self._mode(self.layout.specs[k].dtype)
             if mode != "own":
                 out["master" if mode == "fp32" else "remainder"] = empty if mode == "fp32" else empty.to(torch.int16)
@@ -311,7 +310,7 @@ class Arena:
         b = self.layout.buckets[self.layout.bucket_of[k]]
         at, n = self.layout.begin_of[k] - b.begin, self.layout.specs[k].numel
         edges = [min(max(r * b.slice_numel - at, 0), n) for r in range(self.layout.world_size + 1)]
-        return [hi - lo for lo, hi in zip(edges, edges[1:], strict=False)]
+        return [hi - lo for lo, hi in itertools.pairwise(edges)]
 
     # -- kernels ---------------------------------------------------------------------------------------------------
 
@@ -321,7 +320,8 @@ class Arena:
 
     def step(self, scalars: Tensor) -> None:
         """The fused step over the shard."""
-        assert self.exp_avg is not None and self.exp_avg_sq is not None
+        assert self.exp_avg is not None
+        assert self.exp_avg_sq is not None
         ops.adam_step(
             self.segments,
             self.chunk_segment,
@@ -340,6 +340,14 @@ class Arena:
         if self.has_state:
             params = [self.flat_params[d] for d in self.dtypes]
             ops.refresh_masters(self.segments, self.chunk_segment, params, self.master, self.remainder, edited)
+
+    def on_device_of_params(self) -> Arena:
+        """The same arena where the parameters are now."""
+        new = Arena(self.params, self.layout, self.rank, self.first, self.apart, self.split, self.amsgrad)
+        for name in ("exp_avg", "exp_avg_sq", "master", "remainder", "max_exp_avg_sq"):
+            t = getattr(self, name)
+            setattr(new, name, None if t is None else t.to(new.device))
+        return new
 
     # -- bytes -----------------------------------------------------------------------------------------------------
 
@@ -367,9 +375,7 @@ class Arena:
         padding += 4 * (self.max_numel - sum(self.piece_of[k].hi - self.piece_of[k].lo for k in self.max_begin))
         if self.apart:
             for d in self.dtypes:
-                held = sum(
-                    piece.hi - piece.lo for piece in self.pieces if self.layout.specs[piece.param].dtype == d
-                )
+                held = sum(piece.hi - piece.lo for piece in self.pieces if self.layout.specs[piece.param].dtype == d)
                 padding += d.itemsize * (self.layout.slices_numel[d] - held)
         return padding
 

@@ -25,15 +25,6 @@ HINT = (
 )
 
 
-def numbered(engine: Engine) -> list[torch.nn.Parameter]:
-    """All parameters in the order of torch's state_dict keys."""
-    return [p for group in engine.groups for p in group["params"]]
-
-
-def _places(engine: Engine) -> dict[Tensor, tuple[Arena, int]]:
-    return {p: (arena, k) for arena in engine.arenas for k, p in enumerate(arena.params)}
-
-
 def _memory_order(t: Tensor, stride: Sequence[int]) -> Tensor:
     """1-D: the elements of `t` in the order in which a dense tensor of these strides holds them. Not always a copy."""
     if tuple(t.stride()) != tuple(stride) or not t.numel():
@@ -45,7 +36,7 @@ def _memory_order(t: Tensor, stride: Sequence[int]) -> Tensor:
 
 def pack_groups(engine: Engine) -> list[dict[str, Any]]:
     """`param_groups` with numbers for parameters, as torch packs them."""
-    number = {p: i for i, p in enumerate(numbered(engine))}
+    number = {p: i for i, p in enumerate(engine.roster.numbered())}
     return [
         {**{k: v for k, v in group.items() if k != "params"}, "params": [number[p] for p in group["params"]]}
         for group in engine.groups
@@ -59,12 +50,13 @@ def local_state_dict(engine: Engine) -> dict[str, Any]:
     """This rank's part; no collective."""
     if engine.whole is not None:
         return copy.copy(engine.whole)
-    engine.take_up_edits(engine.follow([]))
-    places = _places(engine)
-    planned = {p: k for k, p in enumerate(engine.pending)}
-    plan = engine.plan() if planned else None
+    roster = engine.roster
+    roster.take_up(roster.follow([]))
+    places = engine.roster.places
+    planned = {p: k for k, p in enumerate(roster.pending)}
+    plan = roster.plan() if planned else None
     state = {}
-    for number, p in enumerate(numbered(engine)):
+    for number, p in enumerate(engine.roster.numbered()):
         if p in places:
             state[number] = _entry(engine, *places[p], p)
         elif p in planned:
@@ -105,12 +97,11 @@ def _whole(engine: Engine, arena: Arena, k: int, part: Tensor, to: int | None) -
 
 def param_state(engine: Engine, p: Tensor, to: int | None = None) -> dict[str, Tensor] | None:
     """Collective: the whole state of one parameter, fp32, in its shape; on `to` only if given."""
-    places = _places(engine)
+    places = engine.roster.places
     if p not in places:
         raise ValueError(
-            "full_param_state: this tensor is not a parameter of the optimizer, or has never been trainable"
-            if not isinstance(p, Tensor)
-            else f"full_param_state: parameter {engine.name_of(p)} is not one of this optimizer's, or has never been trainable"
+            f"full_param_state: parameter {engine.roster.name_of(p)} is not one of this optimizer's, "
+            "or has never been trainable"
         )
     arena, k = places[p]
     piece = arena.piece_of.get(k)
@@ -138,9 +129,9 @@ def param_state(engine: Engine, p: Tensor, to: int | None = None) -> dict[str, T
 
 def whole_state_dict(engine: Engine, to: int | None) -> dict[str, Any]:
     """Collective: everything in the format of torch.optim.AdamW's state_dict(), on the CPU; `{}` where not `to`."""
-    places = _places(engine)
+    places = engine.roster.places
     state: dict[int, Any] = {}
-    for number, p in enumerate(numbered(engine)):
+    for number, p in enumerate(engine.roster.numbered()):
         if p in places:
             entry = param_state(engine, p, to)
             if entry is not None:
@@ -169,8 +160,8 @@ def load(engine: Engine, state_dict: Mapping[str, Any]) -> None:
     sent = rows[0] == _WHOLE and set(rows[1:]) == {2}
     if not sent and len(set(rows)) > 1 and 3 not in rows:
         error = ValueError(
-            "load_state_dict: some ranks were given a part, a whole state or nothing, and others something else "
-            f"(by rank: {[_KINDS[r] for r in rows]}). A whole state is given to all, or to rank 0 with {{}} elsewhere. {HINT}"
+            f"load_state_dict: ranks were given different things ({', '.join(_KINDS[r] for r in rows)}). "
+            f"A whole state is given to all, or to rank 0 with {{}} elsewhere. {HINT}"
         )
     elif not sent and set(rows) == {2}:
         error = ValueError(f"load_state_dict: an empty state_dict. {HINT}")
@@ -184,7 +175,7 @@ def load(engine: Engine, state_dict: Mapping[str, Any]) -> None:
 
 def _refuse(engine: Engine, error: Exception | None) -> None:
     faults: list[tuple[type[Exception], str]] = [(ValueError, str(error))] if error else []
-    raise_together(engine.ranks, Report("load_state_dict", [], faults=faults))
+    raise_together(engine.ranks, Report("load_state_dict", faults=faults))
 
 
 _PART, _WHOLE = 0, 1
@@ -203,7 +194,7 @@ class _Loading:
         self._check_groups(groups)
         self.groups = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in groups]
         self.entries: dict[int, dict[str, Any]] = {}  # by parameter number
-        params = numbered(engine)
+        params = engine.roster.numbered()
         key_of = self._keys(groups)
         keys = {key: number for number, key in enumerate(key_of)}
         surplus = [key for key in state if key not in keys and isinstance(state[key], Mapping)]
@@ -217,7 +208,7 @@ class _Loading:
             raise ValueError(f"load_state_dict: entries of a part and whole entries are mixed. {HINT}")
         self.kind = _PART if marked and marked[0] else _WHOLE
         ours = self.kind == _PART or any("master" in e for e in self.entries.values())
-        places = _places(engine)
+        places = engine.roster.places
         for number, p in enumerate(params):
             if p not in places:
                 if number in self.entries:
@@ -240,8 +231,8 @@ class _Loading:
     def _keys(self, groups: Any) -> list[Any]:
         """The file's key of every parameter here: by name where both know names, else by place."""
         keys = [key for group in groups for key in group["params"]]
-        names = self.engine.names
-        params = numbered(self.engine)
+        names = self.engine.roster.names
+        params = self.engine.roster.numbered()
         if keys and all(isinstance(key, str) for key in keys) and all(p in names for p in params):
             if set(keys) != {names[p] for p in params}:
                 strange = sorted(set(keys) ^ {names[p] for p in params})
@@ -278,8 +269,8 @@ class _Loading:
                 )
             if (rank, world) != (engine.ranks.rank, engine.ranks.world_size):
                 raise ValueError(
-                    f"load_state_dict: this is the part of rank {rank} of {world}, given to rank {engine.ranks.rank} of "
-                    f"{engine.ranks.world_size}. {HINT}"
+                    f"load_state_dict: this is the part of rank {rank} of {world}, given to rank "
+                    f"{engine.ranks.rank} of {engine.ranks.world_size}. {HINT}"
                 )
             if (mlo, mhi) != (lo, hi):
                 raise ValueError(
@@ -295,7 +286,8 @@ class _Loading:
             if isinstance(t, FlatShard):
                 if tuple(t.shape) != tuple(p.shape) or t.dense_stride != tuple(arena.strides[k]):
                     raise ValueError(
-                        f"load_state_dict: {name} of parameter {number} has shape {tuple(t.shape)}, wanted {tuple(p.shape)}"
+                        f"load_state_dict: {name} of parameter {number} has shape {tuple(t.shape)}, "
+                        f"wanted {tuple(p.shape)}"
                     )
                 entry[name] = t = t.local
             shape = (hi - lo,) if mark is not None else tuple(p.shape)
@@ -318,19 +310,16 @@ class _Loading:
 
     def apply(self) -> None:
         engine = self.engine
-        engine.whole = None
         for group, new in zip(engine.groups, self.groups, strict=True):
             for key, value in new.items():
                 if key == "lr" and torch.is_tensor(group.get("lr")):
                     group["lr"].fill_(float(value))
                 else:
                     group[key] = value
-        for arena in engine.arenas:
-            arena.make_state()
-        engine.update_groups()
-        places = _places(engine)
+        engine.make_state()
+        places = engine.roster.places
         with torch.no_grad():
-            for number, p in enumerate(numbered(engine)):
+            for number, p in enumerate(engine.roster.numbered()):
                 if p in places:
                     self._write(self.entries.get(number), p, *places[p])
         engine.loaded()
@@ -374,7 +363,7 @@ def _receive(engine: Engine, plan: _Loading | None) -> _Loading:
         plan = _Loading.__new__(_Loading)
         plan.engine, plan.groups, plan.kind = engine, groups, _WHOLE
         plan.entries = {number: {"step": steps[number]} for number in shapes}
-    params, places = numbered(engine), _places(engine)
+    params, places = engine.roster.numbered(), engine.roster.places
     for number, entry in shapes.items():
         arena, k = places[params[number]]
         piece = arena.piece_of.get(k)

@@ -141,7 +141,9 @@ class Ranks:
         batch: list[Tensor] = []
         size = 0
         for t in tensors:
-            if batch and (size + t.nbytes > BROADCAST_BYTES or t.dtype != batch[0].dtype or t.device != batch[0].device):
+            if batch and (
+                size + t.nbytes > BROADCAST_BYTES or t.dtype != batch[0].dtype or t.device != batch[0].device
+            ):
                 self._send_batch(batch)
                 batch, size = [], 0
             if t.numel():
@@ -270,9 +272,7 @@ class _Exchange:
                 self.works.append(dist.isend(sent[r], group=ranks.group, group_dst=r, tag=tag))
         else:
             self.own = None
-            self.works.append(
-                dist.all_to_all_single(self.received.view(-1), bucket, group=ranks.group, async_op=True)
-            )
+            self.works.append(dist.all_to_all_single(self.received.view(-1), bucket, group=ranks.group, async_op=True))
 
     def finish(self) -> None:
         if self.bucket is None:

@@ -18,9 +18,7 @@ from torch import Tensor
 from . import ops
 from .collectives import Ranks
 
-_SYNCS, _SYNCS2, _ACTIVE = ops.CONTROL_HOST, ops.CONTROL_HOST + 1, ops.CONTROL_HOST + 2
-_FACTS, _FACTS2 = ops.CONTROL_HOST + 3, ops.CONTROL_HOST + 4
-_MASK = 2**64 - 1
+SYNCS = "backward passes outside no_sync()"
 
 
 @dataclass
@@ -28,7 +26,7 @@ class Report:
     """What one rank brings to an agreement."""
 
     call: str  # "step" or "clip_grad_norm_"
-    had_grad: list[bool]  # per parameter
+    had_grad: list[bool] = field(default_factory=list)  # per parameter
     touched: set[int] = field(default_factory=set)  # buckets that must be reduced again
     syncs: int = 0  # backward passes outside no_sync() since the last step; none at all is allowed
     facts: dict[str, Any] = field(default_factory=dict)  # must be equal on all ranks
@@ -43,7 +41,7 @@ def _lanes(flags: Sequence[bool]) -> Tensor:
 
 
 class Agreement:
-    """The reduced control vector of one agreement; what the kernels read, and what the host may."""
+    """The reduced control vector of one agreement: what the kernels read, and what the host may."""
 
     def __init__(
         self,
@@ -57,47 +55,45 @@ class Agreement:
         self.ranks, self.report, self.buckets = ranks, report, buckets
         head = [0] * ops.CONTROL_FLAGS
         head[ops.CONTROL_CONDITIONS] = len(report.faults)
+        parts = [_lanes(report.had_grad)]
         if not ranks.alone:
             digest = zlib.crc32(repr([report.call, report.facts]).encode()) >> 1
-            head[_SYNCS], head[_SYNCS2] = report.syncs, report.syncs**2
-            head[_ACTIVE] = int(report.syncs > 0)
-            head[_FACTS], head[_FACTS2] = digest, digest**2
-        touched = [b in report.touched for b in range(buckets)]
-        words = torch.cat([torch.tensor(head, dtype=torch.int64), _lanes(report.had_grad), _lanes(touched)])
-        self.control = words.to(norms.device)
+            head[ops.CONTROL_TOUCHED] = int(bool(report.touched))
+            head[ops.CONTROL_SYNC_RANKS] = int(report.syncs > 0)
+            head[ops.CONTROL_SYNCS], head[ops.CONTROL_SYNCS2] = report.syncs, report.syncs**2
+            head[ops.CONTROL_FACTS], head[ops.CONTROL_FACTS2] = digest, digest**2
+            parts.append(_lanes([b in report.touched for b in range(buckets)]))
+        self.control = torch.cat([torch.tensor(head, dtype=torch.int64), *parts]).to(norms.device)
         ops.pack_control(norms, found_inf, grad_scale, self.control)
         if ranks.replica:  # replicas hold the same slices: they count once
             self.control[: ops.NORM_LIMBS] = 0
         ranks.sum_(self.control)
 
-    def read(self) -> set[int]:
-        """Waits for the sum; raises on every rank what any rank has found; -> buckets that some rank wants again."""
-        words = self.control.tolist()
-        total = self.ranks.total
-        check_words(self.ranks, words, self.report)
+    def touched_by(self) -> dict[int, int]:
+        """Waits for the sum. {bucket that must be reduced again: how many ranks say so}."""
+        if self.ranks.alone:
+            return {}
         skip = ops.CONTROL_FLAGS + -(-len(self.report.had_grad) // 4)
-        touched: set[int] = set()
-        if total == 1:
-            return touched
-        for k, word in enumerate(words[skip:]):
-            if word:
-                touched.update(4 * k + lane for lane in range(4) if (word >> (16 * lane)) & 0xFFFF)
-        return touched
+        lanes = self.control[skip:].cpu().view(torch.int16)[: self.buckets]
+        return {int(b): int(lanes[b]) for b in lanes.nonzero().view(-1)}
+
+    def faulty(self) -> bool:
+        """Waits for the sum. Whether something is wrong on any rank."""
+        return words_faulty(self.ranks, self.control.tolist())
 
 
-def check_words(ranks: Ranks, words: list[int], report: Report) -> None:
-    """Raises, on every rank alike, what a summed control vector says to be wrong."""
+def words_faulty(ranks: Ranks, words: list[int]) -> bool:
+    """Whether a summed control vector says that something is wrong. (Touched gradients are not, by themselves.)"""
 
-    def differ(n: int, x: int, squares: int) -> bool:
-        return (n * squares - x * x) & _MASK != 0
+    def unequal(n: int, x: int, squares: int) -> bool:
+        return (n * squares - x * x) % 2**64 != 0
 
-    if (
-        words[ops.CONTROL_CONDITIONS]
-        or differ(words[_ACTIVE], words[_SYNCS], words[_SYNCS2])
-        or differ(ranks.total, words[_FACTS], words[_FACTS2])
-        or differ(ranks.total, words[ops.CONTROL_SCALE_DIGEST], words[ops.CONTROL_SCALE_DIGEST2])
-    ):
-        raise_together(ranks, report)
+    return (
+        words[ops.CONTROL_CONDITIONS] > 0
+        or unequal(words[ops.CONTROL_SYNC_RANKS], words[ops.CONTROL_SYNCS], words[ops.CONTROL_SYNCS2])
+        or unequal(ranks.total, words[ops.CONTROL_FACTS], words[ops.CONTROL_FACTS2])
+        or unequal(ranks.total, words[ops.CONTROL_SCALE_DIGEST], words[ops.CONTROL_SCALE_DIGEST2])
+    )
 
 
 def raise_together(ranks: Ranks, report: Report) -> None:
@@ -105,7 +101,8 @@ def raise_together(ranks: Ranks, report: Report) -> None:
     own = {
         "faults": [(kind.__name__, text) for kind, text in report.faults],
         "calls": report.call,
-        "backward passes outside no_sync()": report.syncs,
+        SYNCS: report.syncs,
+        "gradients changed after backward": sorted(report.touched),
         **report.facts,
     }
     reports: list[dict[str, Any]] = ranks.gather_objects(own)
@@ -115,16 +112,16 @@ def raise_together(ranks: Ranks, report: Report) -> None:
         texts: dict[str, list[int]] = {}
         for r, _, text in faults:
             texts.setdefault(text, []).append(r)
-        where = [text if ranks.alone else f"rank {', '.join(map(str, rs))}: {text}" for text, rs in texts.items()]
-        raise kinds.get(faults[0][1], RuntimeError)("; ".join(where))
+        told = [text if ranks.alone else f"rank {', '.join(map(str, rs))}: {text}" for text, rs in texts.items()]
+        raise kinds.get(faults[0][1], RuntimeError)("; ".join(told))
     differing = []
     for name in own:
         values = [o.get(name) for o in reports]
-        if name == "backward passes outside no_sync()":
+        if name == SYNCS:
             values = [v for v in values if v]
         if any(v != values[0] for v in values):
-            told = ", ".join(f"rank {r}: {o.get(name)}" for r, o in enumerate(reports))
-            differing.append(f"{name} ({told})")
+            by_rank = ", ".join(f"rank {r}: {o.get(name)}" for r, o in enumerate(reports))
+            differing.append(f"{name} ({by_rank})")
     raise RuntimeError(
         f"ranks differ in {'; '.join(differing) or 'the loss scale'}. Every rank must do the same between two steps; "
         "this step changed nothing"

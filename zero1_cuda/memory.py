@@ -1,6 +1,7 @@
 """The memory arithmetic of ZeRO stage 1: 16 Psi bytes per rank become 4 Psi + 12 Psi / N.
 
-Psi is the number of trainable parameters, N the number of ranks that share one state. With 16-bit parameters a rank holds
+Psi is the number of trainable parameters, N the number of ranks that share one state. With 16-bit parameters a rank
+holds
 
     params  2 Psi        the whole model
     grads   2 Psi        its own gradients
@@ -128,7 +129,7 @@ def table(rows: Iterable[Footprint], formula: str) -> str:
         saved = f"{1 - row.predicted / row.baseline:.1%}" if row.baseline else "0.0%"
         parts = (row.params, row.grads, row.state, row.predicted, row.baseline)
         lines.append([str(row.world_size), *map(size, parts), saved, size(row.buffers)])
-    widths = [max(map(len, column)) for column in zip(*lines)]
-    text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths)) for line in lines]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
     note = f"{name} per rank; buffers: one more slice of the gradients with overlap_reduce=True, none without"
     return "\n".join([*text, note])

@@ -35,7 +35,12 @@ CONTROL_CONDITIONS = 13
 CONTROL_FOUND_INF = 14
 CONTROL_SCALE_DIGEST = 16
 CONTROL_SCALE_DIGEST2 = 17
-CONTROL_HOST = 18
+CONTROL_TOUCHED = 18
+CONTROL_SYNC_RANKS = 19
+CONTROL_SYNCS = 20
+CONTROL_SYNCS2 = 21
+CONTROL_FACTS = 22
+CONTROL_FACTS2 = 23
 CONTROL_FLAGS = 32  # then one int16 per parameter, four to a word
 
 GROUP_MODE = 5  # word of a groups row that holds, as an int64 bit pattern, the ...
@@ -54,18 +59,19 @@ def _library(name: str) -> Path:
 
 
 try:
-    from . import _C  # type: ignore[attr-defined, unused-ignore]
+    from . import _C
 except ImportError as error:
     raise ImportError(f"zero1_cuda: the compiled library {_library('_C')} could not be loaded: {error}") from error
 
 _cuda_error: str | None = None
 if torch.version.cuda is None:
     _cuda_error = f"torch {torch.__version__} is built without CUDA"
-elif not _library("_cuda").exists():
+elif not _C.build_info()["cuda"]:
     _cuda_error = "zero1_cuda was built without nvcc, so it has no CUDA kernels"
 else:
+    load_library: Callable[[str], None] = torch.ops.load_library
     try:
-        torch.ops.load_library(str(_library("_cuda")))
+        load_library(str(_library("_cuda")))
     except OSError as error:
         _cuda_error = f"{_library('_cuda')} could not be loaded: {error}"
 
@@ -77,17 +83,17 @@ def cuda_error() -> str | None:
 
 def build_info() -> dict[str, Any]:
     """What was built: version, torch, compiler, cuda, cuda_archs, nvcc, cpu_levels."""
-    return dict(_C.build_info())
+    return {**_C.build_info()}
 
 
 def cpu_levels() -> list[str]:
     """The instruction sets of the CPU kernels that this machine can run, narrowest first."""
-    return list(_C.cpu_levels())
+    return _C.cpu_levels()
 
 
 def cpu_level() -> str:
     """The one in use: the widest, unless it was set."""
-    return str(_C.cpu_level())
+    return _C.cpu_level()
 
 
 def set_cpu_level(name: str) -> None:
@@ -184,7 +190,7 @@ def sum_slices(
 
 
 def pack_control(norms: Tensor, found_inf: Tensor | None, grad_scale: Tensor | None, control: Tensor) -> None:
-    """control[0:18] = the sum of the rows of `norms`, and this rank's found_inf and grad_scale, ready to be all-reduced.
+    """control[0:18] = the sum of the rows of `norms`, and this rank's found_inf and grad_scale, for the all-reduce.
 
     Args:
         norms: int64 [R, 16]; `control`: int64, at least 32 + P / 4 words, of which CONTROL_CONDITIONS is kept.

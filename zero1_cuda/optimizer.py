@@ -10,12 +10,15 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
 from . import checkpoint
+from .accounting import memory_report
 from .collectives import Ranks
-from .engine import MIB, Engine, Settings
+from .engine import Engine
 from .gather_hooks import watch_module
+from .settings import Settings
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -25,7 +28,7 @@ def _check_options(options: dict[str, Any], what: str = "") -> None:
     lr, betas = options["lr"], options["betas"]
     if torch.is_tensor(lr) and lr.numel() != 1:
         raise ValueError(f"{what}lr: a float or a tensor of one element wanted, got shape {tuple(lr.shape)}")
-    if not torch.is_tensor(lr) and isinstance(lr, (bool, str)) or not float(lr) >= 0.0:
+    if (not torch.is_tensor(lr) and isinstance(lr, (bool, str))) or not float(lr) >= 0.0:
         raise ValueError(f"{what}lr: at least 0 wanted, got {lr!r}")
     if len(betas) != 2:
         raise ValueError(f"{what}betas: two numbers wanted, got {betas!r}")
@@ -42,7 +45,7 @@ def _check_param(p: Tensor, what: str) -> None:
     plain = type(p) in (torch.Tensor, torch.nn.Parameter) or (
         isinstance(p, torch.nn.Parameter)
         and type(p).__torch_dispatch__ is torch.nn.Parameter.__torch_dispatch__
-        and not isinstance(p, torch.nn.parameter.UninitializedTensorMixin)
+        and not torch.nn.parameter.is_lazy(p)
     )
     if not plain:
         raise TypeError(f"{what} is a {type(p).__name__}; plain tensors wanted (no DTensor, no tensor subclass)")
@@ -80,7 +83,7 @@ class _Zero1(Optimizer):
             ranks.send_weights(everything)
         engine = Engine(self.param_groups, self.state, made, ranks)
         for group in self.param_groups:
-            _register(engine, group)
+            engine.roster.register(group)
         self._engine = engine
         if settings["overlap_gather"] is not None:
             watch_module(settings["overlap_gather"], engine)
@@ -102,7 +105,7 @@ class _Zero1(Optimizer):
             max_grad_norm=None if s["max_grad_norm"] is None else float(s["max_grad_norm"]),
             skip_nonfinite=bool(s["skip_nonfinite"]),
             split=s["master_weights"] == "split",
-            bucket_cap_bytes=None if cap is None else max(1, int(cap * MIB)),
+            bucket_cap_bytes=None if cap is None else max(1, int(cap * 2**20)),
             overlap_reduce=bool(s["overlap_reduce"]),
             gather_early=module is not None,
             reduce_in_fp32=s["reduce_in_fp32"],
@@ -124,7 +127,7 @@ class _Zero1(Optimizer):
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
-    @torch._disable_dynamo  # type: ignore[misc]
+    @_disable_dynamo
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Collective: reduces what has not been reduced, updates this rank's shard, gathers the parameters.
 
@@ -178,7 +181,7 @@ class _Zero1(Optimizer):
         engine = self._engine
         scale = None
         if grad_scale is not None:
-            scale = torch.as_tensor(grad_scale).detach().to(engine.device, torch.float32).reshape(())
+            scale = torch.as_tensor(grad_scale).detach().to(engine.roster.device, torch.float32).reshape(())
         with torch.no_grad():
             return engine.clip_grad_norm(float(max_norm), scale)
 
@@ -201,7 +204,7 @@ class _Zero1(Optimizer):
     def synchronize(self) -> None:
         """Waits until all parameters are complete (with `overlap_gather`)."""
         self._engine.reducer.finish_gathers()
-        self._engine.raise_sticky()
+        self._engine.raise_late()
 
     def refresh_masters(self) -> None:
         """Masters := weights wherever a weight differs from its rounded master: after edits through ``p.data``.
@@ -209,17 +212,19 @@ class _Zero1(Optimizer):
         Other edits are noticed by themselves. Split masters never differ from their weight by more than a rounding.
         """
         engine = self._engine
-        engine.take_up_edits(sorted(set(engine.follow([])) | set(range(len(engine.params)))))
+        engine.ready()
+        engine.roster.follow([])
+        engine.roster.take_up(list(range(len(engine.roster.params))))
 
     # -- groups ----------------------------------------------------------------------------------------------------
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch.optim.Optimizer.add_param_group, at any time between steps. Collective; rank 0's weights are sent."""
+        """As torch.optim.Optimizer.add_param_group, any time between steps. Collective; rank 0's weights are sent."""
         engine: Engine | None = self.__dict__.get("_engine")
         if engine is None:  # inside the constructor, which agrees once for all groups
             super().add_param_group(param_group)
             return
-        engine.adopt_group()
+        engine.roster.adopt_group()
         error: Exception | None = None
         count = len(self.param_groups)
         try:
@@ -228,20 +233,20 @@ class _Zero1(Optimizer):
         except Exception as e:
             del self.param_groups[count:]
             error = e
-        built = _agree_on_parameters(engine.ranks, self.param_groups[count:], error, bool(engine.arenas))
+        built = _agree_on_parameters(engine.ranks, self.param_groups[count:], error, bool(engine.roster.arenas))
         if error is not None:
             raise error
         group = self.param_groups[-1]
         if built:  # on any rank: then on all, so that all lay out the same sets
-            engine.build()
+            engine.roster.build()
         engine.ranks.send_weights(group["params"])
-        _register(engine, group)
+        engine.roster.register(group)
         engine.whole = None
-        engine.reset_tables()
+        engine.map_groups()
 
     # -- state -----------------------------------------------------------------------------------------------------
 
-    @torch._disable_dynamo  # type: ignore[misc]
+    @_disable_dynamo
     def state_dict(self) -> dict[str, Any]:
         """This rank's part of the state, in the form of torch's state_dict(); no collective.
 
@@ -258,7 +263,7 @@ class _Zero1(Optimizer):
             out = post(self, out) or out
         return out
 
-    @torch._disable_dynamo  # type: ignore[misc]
+    @_disable_dynamo
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Collective: takes what state_dict(), full_state_dict() or torch's AdamW/Adam state_dict() gave.
 
@@ -272,9 +277,7 @@ class _Zero1(Optimizer):
         for pre in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = pre(self, state_dict) or state_dict
         engine = self._engine
-        engine.reducer.finish_gathers()
-        engine.adopt_group()
-        engine.build()
+        engine.ready()
         with torch.no_grad():
             checkpoint.load(engine, state_dict)
         for post in self._optimizer_load_state_dict_post_hooks.values():
@@ -297,8 +300,8 @@ class _Zero1(Optimizer):
     def full_param_state(self, p: Tensor) -> dict[str, Tensor]:
         """Collective: ``{"master", "exp_avg", "exp_avg_sq", "step"[, "max_exp_avg_sq"]}`` of one parameter, whole.
 
-        Copies, fp32, in p's shape, on its device; step is 0-d. Zeros before the first step. ValueError for a tensor that
-        is not a parameter here or has never been trainable.
+        Copies, fp32, in p's shape, on its device; step is 0-d. Zeros before the first step. ValueError for a tensor
+        that is not a parameter here or has never been trainable.
         """
         self._ready()
         with torch.no_grad():
@@ -313,10 +316,8 @@ class _Zero1(Optimizer):
 
     def _ready(self) -> None:
         engine = self._engine
-        engine.reducer.finish_gathers()
-        engine.adopt_group()
-        engine.build()
-        engine.take_up_edits(engine.follow([]))
+        engine.ready()
+        engine.roster.take_up(engine.roster.follow([]))
 
     def memory_report(self) -> dict[str, int]:
         """Bytes on this rank: params, grads, state, buffers, total (their sum), padding (part of them), predicted.
@@ -324,38 +325,25 @@ class _Zero1(Optimizer):
         Addresses are counted once; before the first step, what will be allocated. predicted: params + grads + state by
         formula, for 16-bit parameters 2Ψ + 2Ψ + 12Ψ/N.
         """
-        return self._engine.memory_report()
+        return memory_report(self._engine.roster, self._engine.tables())
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
-            f"{type(self).__name__} cannot be copied or pickled: it shares buffers with its parameters and belongs to a "
-            "process group. Use state_dict() or full_state_dict() and make a new optimizer"
+            f"{type(self).__name__} cannot be copied or pickled: it shares buffers with its parameters and belongs "
+            "to a process group. Use state_dict() or full_state_dict() and make a new optimizer"
         )
-
-
-def _register(engine: Engine, group: dict[str, Any]) -> None:
-    names = group.get("param_names") or [None] * len(group["params"])
-    for p, name in zip(group["params"], names, strict=True):
-        if name is not None:
-            engine.names[p] = name
-        if p.requires_grad:
-            engine.reducer.watch(p)
-            engine.pending.append(p)
-            engine.version_at[p] = p._version
 
 
 def _agree_on_parameters(
     ranks: Ranks, groups: list[dict[str, Any]], error: Exception | None, built: bool = False
 ) -> bool:
-    """Collective: ValueError on every rank if parameters differ or any rank has an error; -> whether any rank has built.
+    """Collective: ValueError on every rank if parameters differ or any rank has an error; -> whether any has built.
 
     The rank that has the error raises it itself, after the others have been told.
     """
     if ranks.alone:
         return built
-    told = [
-        [(tuple(p.shape), str(p.dtype), p.requires_grad) for p in group["params"]] for group in groups
-    ]
+    told = [[(tuple(p.shape), str(p.dtype), p.requires_grad) for p in group["params"]] for group in groups]
     digest = zlib.crc32(repr(told).encode())
     rows = ranks.gather_integers([digest, int(error is not None), int(built)])
     failed = [r for r, row in enumerate(rows) if row[1]]
@@ -377,7 +365,9 @@ def _first_difference(reports: list[list[list[Any]]]) -> str:
         for g, (a, b) in enumerate(zip(mine, other, strict=True)):
             for i, (x, y) in enumerate(zip(a, b, strict=True)):
                 if x != y:
-                    return f"parameter {i} of group {g} is (shape, dtype, requires_grad) {x} on rank 0 and {y} on rank {r}"
+                    return (
+                        f"parameter {i} of group {g} is (shape, dtype, requires_grad) {x} on rank 0 and {y} on rank {r}"
+                    )
     return "they differ in order"
 
 

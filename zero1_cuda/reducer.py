@@ -18,6 +18,7 @@ from . import ops
 from .buffers import Arena
 from .collectives import Pending, Ranks, Scratch
 from .layout import Bucket
+from .roster import Roster
 
 SAMPLES = 64  # elements per bucket that are compared to notice writes that autograd's version counter does not show
 
@@ -83,9 +84,9 @@ class BucketRun:
 class Reducer:
     """The hooks and the collectives of one optimizer."""
 
-    def __init__(self, ranks: Ranks, overlap: bool, build: Callable[[], None]) -> None:
-        self.ranks, self.overlap, self.build = ranks, overlap, build
-        self.exchange = False
+    def __init__(self, ranks: Ranks, overlap: bool, roster: Roster) -> None:
+        self.ranks, self.overlap, self.roster = ranks, overlap, roster
+        self.exchange = False  # else native
         self.runs: list[BucketRun] = []
         self.place: dict[torch.nn.Parameter, tuple[BucketRun, int]] = {}
         self.scratch = Scratch()
@@ -93,7 +94,6 @@ class Reducer:
         self.quiet = 0  # depth of no_sync()
         self.amp = True  # a loss scaler may be at work: until a step was made without one
         self.faults: dict[str, type[Exception]] = {}
-        self.name_of: Callable[[torch.nn.Parameter], str] = lambda p: f"of shape {tuple(p.shape)}"
         self.on_backward: Callable[[], None] = lambda: None
         self.syncs = 0
         self.next = 0  # the bucket whose turn it is
@@ -114,8 +114,22 @@ class Reducer:
 
         p.register_post_accumulate_grad_hook(hook)
 
+    def use_ranks(self, ranks: Ranks) -> None:
+        """A process group that was made late."""
+        self.ranks = ranks
+
+    @property
+    def takes_norm(self) -> bool:
+        """Whether a reduction takes the sum of squares in the same pass."""
+        return self.exchange or self.ranks.replicas > 1
+
     def set_arenas(self, arenas: list[Arena], norms: Tensor) -> None:
         """Takes the buckets of new arenas; norms: int64 [buckets, NORM_WORDS]. Progress of the old ones is kept."""
+        self.displaced = False
+        wanted = self.roster.settings.reduce_in_fp32
+        if wanted is None:
+            wanted = bool(arenas) and self.ranks.backend(arenas[0].device) == "gloo"
+        self.exchange = wanted and not self.ranks.alone
         old = {(id(run.arena), run.bucket.index): run for run in self.runs}
         self.runs, self.place = [], {}
         for arena in arenas:
@@ -131,7 +145,7 @@ class Reducer:
 
     def on_grad(self, p: torch.nn.Parameter) -> None:
         """A gradient is complete: takes it into the buffer and counts its bucket down."""
-        self.build()
+        self.roster.build()
         self.on_backward()
         place = self.place.get(p)
         grad = p.grad
@@ -139,7 +153,7 @@ class Reducer:
             return
         run, k = place
         if grad.layout != torch.strided:
-            name = self.name_of(p)
+            name = self.roster.name_of(p)
             self.faults[f"the gradient of parameter {name} is sparse; Zero1 takes dense ones"] = ValueError
         elif grad.device != run.grads.device:
             self.displaced = True
@@ -168,7 +182,7 @@ class Reducer:
         if run.grads._version == run.version:
             self.faults[
                 "with overlap_reduce=False a step uses the gradients up: call zero_grad() before the next backward "
-                f"(parameter {self.name_of(p)})"
+                f"(parameter {self.roster.name_of(p)})"
             ] = RuntimeError
         else:
             run.used.clear()
@@ -184,12 +198,12 @@ class Reducer:
             self.fired.clear()
             for run in self.runs:
                 run.waiting = sum(run.arena.params[k].requires_grad for k in run.bucket.params)
-        torch.autograd.Variable._execution_engine.queue_callback(self._leave_backward)  # type: ignore[attr-defined]
+        torch.autograd.Variable._execution_engine.queue_callback(self._leave_backward)
 
     def _leave_backward(self) -> None:
         self.task = -1
         if self.overlap and not self.displaced:
-            self.launch_all()
+            self.reduce_all()
         if self.amp and not self.displaced:
             self.flag_round(in_backward=True)
 
@@ -209,14 +223,18 @@ class Reducer:
         while len(self.flying) >= limit:
             self.flying.pop(0).finish()
         run.norm.zero_()
-        norm = run.norm if self.exchange or self.ranks.replicas > 1 else None
+        norm = run.norm if self.takes_norm else None
         with torch.profiler.record_function("zero1.reduce_scatter"):
             self.flying.append(
                 self.ranks.start_reduction(run.grads, run.out, norm, self.scratch, run.number + 1, self.exchange)
             )
 
-    def launch_all(self) -> None:
+    def reduce_all(self) -> None:
         """Reduces, once per cycle, every bucket that has not been; waits for all."""
+        if self.ranks.alone:
+            for run in self.runs:
+                run.fill()
+            return
         while self.next < len(self.runs):
             self._launch(self.runs[self.next])
         self._join()
@@ -236,18 +254,32 @@ class Reducer:
         self.scratch.clear()
 
     def touched(self, suspicious: bool = False) -> set[int]:
-        """Buckets whose gradients are not those that were reduced."""
+        """Buckets whose gradients are not those that were reduced. suspicious: they may have been scaled unseen."""
+        if self.ranks.alone or not self.overlap:
+            return set()
         return {run.number for run in self.runs if run.launched and run.touched(suspicious)}
 
-    def end_cycle(self, used_up: bool = False) -> None:
+    def used_up(self) -> list[tuple[type[Exception], str]]:
+        """In-place reduction: a fault if a second step finds the gradients that the first one has used up."""
+        for run in self.runs:
+            if not run.launched and run.grads._version == run.version:
+                for k in run.used:
+                    grad = run.arena.params[k].grad
+                    if grad is not None and run.arena.is_home(k, grad):
+                        text = (
+                            "with overlap_reduce=False a step uses the gradients up: there has been no backward since"
+                        )
+                        return [(RuntimeError, text)]
+        return []
+
+    def end_cycle(self, stepped: bool = False) -> None:
         """After a step, or an error on all ranks: the next backward reduces afresh."""
         self.next = self.syncs = 0
         self.task = -1
         self.faults.clear()
-        self.displaced = False
         for run in self.runs:
             run.launched = False
-            if used_up and not self.overlap:
+            if stepped and not self.overlap and not self.ranks.alone:
                 run.used = {k for k in run.bucket.params if run.arena.params[k].grad is not None}
                 run.version = run.grads._version
 
@@ -283,6 +315,16 @@ class Reducer:
                         run.version, run.sample = run.grads._version, run.take_sample()
                     return device.type == "cpu" and bool(message[0])
         return device.type == "cpu" and bool(message[0])
+
+    def join_flag_rounds(self) -> None:
+        """In step(): takes part in the rounds of ranks that are still in backward."""
+        if self.ranks.alone or not self.amp or not self.runs:
+            return
+        if self.runs[0].grads.device.type == "cpu":
+            while self.flag_round(in_backward=False):
+                pass
+        elif self.syncs == 0:
+            self.flag_round(in_backward=False)
 
     def _non_finite(self) -> Tensor:
         """int64 0-d: whether this rank has a non-finite gradient, or a mean that is."""

@@ -65,7 +65,9 @@ class _DcpTensor(torch.Tensor):
         raise NotImplementedError
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         aten = torch.ops.aten
         me = args[0]
@@ -82,7 +84,7 @@ class _DcpTensor(torch.Tensor):
             f"{func} of a rank's part of a tensor; read whole states with full_param_state() or full_state_dict()"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"{type(self).__name__}(shape={tuple(self.shape)}, local={self.local})"
 
     def __deepcopy__(self, memo: Any) -> _DcpTensor:
@@ -121,7 +123,7 @@ class FlatShard(_DcpTensor):
     def __new__(cls, local: Tensor, shape: Sequence[int], stride: Sequence[int], lo: int) -> FlatShard:
         self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=local.dtype, device=local.device)
         self.local, self.lo, self.dense_stride = local, lo, tuple(stride)
-        return self  # type: ignore[no-any-return]
+        return self
 
     lo: int
     dense_stride: tuple[int, ...]
@@ -151,7 +153,7 @@ class StepShard(_DcpTensor):
     def __new__(cls, step: Tensor, mark: Sequence[int]) -> StepShard:
         self = torch.Tensor._make_wrapper_subclass(cls, (), dtype=torch.float32, device=step.device)
         self.local, self.mark = step, list(mark)
-        return self  # type: ignore[no-any-return]
+        return self
 
     mark: list[int]
 
@@ -165,7 +167,7 @@ class StepShard(_DcpTensor):
         """int64 [MARK_WORDS]: step, rank, world_size, lo, hi, numel."""
         return torch.tensor([int(self.local), *self.mark], dtype=torch.int64)
 
-    def item(self) -> float:  # type: ignore[override]
+    def item(self) -> float:
         return float(self.local)
 
     def __reduce_ex__(self, protocol: Any) -> Any:

@@ -2,7 +2,7 @@
 
 #include "prefetch.h"
 
-constexpr int64_t kBlock = BLK;
+constexpr int64_t kBlock = kChunk;
 
 template <class T, MasterMode mode, bool amsgrad, bool l2>
 static void adam_loop(const AdamRun& r) {

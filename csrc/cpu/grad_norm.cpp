@@ -1,5 +1,6 @@
 // grad_norm on the CPU: the exact sum of squares of the gradients.
 #include <cstdint>
+#include <cstring>
 
 #include "kernels.h"
 #include "norm.h"

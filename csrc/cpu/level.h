@@ -14,21 +14,21 @@ constexpr const char* kLevelNames[] = {"plain", "avx2", "avx512"};
 constexpr int kLevels = ZERO1_WIDE_LEVELS ? 3 : 1;
 
 bool usable(Level level);
-Level level();                 // the widest usable one, unless set
-void set_level(Level level);   // a usable one; for tests and benchmarks
+Level level();                // the widest usable one, unless set
+void set_level(Level level);  // a usable one; for tests and benchmarks
 
 }  // namespace zero1::cpu
 
 // Calls `function` of the level in use; each_level.h has compiled one per level.
 #if ZERO1_WIDE_LEVELS
-#define ZERO1_AT_LEVEL(function, ...)                                         \
-  switch (level()) {                                                          \
-    case Level::kAvx512:                                                      \
-      return avx512::function(__VA_ARGS__);                                   \
-    case Level::kAvx2:                                                        \
-      return avx2::function(__VA_ARGS__);                                     \
-    default:                                                                  \
-      return plain::function(__VA_ARGS__);                                    \
+#define ZERO1_AT_LEVEL(function, ...)       \
+  switch (level()) {                        \
+    case Level::kAvx512:                    \
+      return avx512::function(__VA_ARGS__); \
+    case Level::kAvx2:                      \
+      return avx2::function(__VA_ARGS__);   \
+    default:                                \
+      return plain::function(__VA_ARGS__);  \
   }
 #else
 #define ZERO1_AT_LEVEL(function, ...) return plain::function(__VA_ARGS__)

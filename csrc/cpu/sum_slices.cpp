@@ -1,6 +1,7 @@
 // sum_slices on the CPU: the ranks' slices added in fp32, in rank order, rounded once, and their norm in the same pass.
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 
 #include "kernels.h"
 #include "norm.h"

@@ -4,7 +4,7 @@
 template <class In, class Out>
 static void sum_loop(const SumSlicesArgs& args, int64_t begin, int64_t end, int64_t* norm) {
   // A block's partial sums stay in the first-level cache while the ranks' slices stream past.
-  constexpr int64_t kBlock = BLK;
+  constexpr int64_t kBlock = 512;
   static_assert(kBlock % kChunk == 0);
   const In* received = static_cast<const In*>(args.received);
   const In* own = static_cast<const In*>(args.own);
@@ -26,7 +26,6 @@ static void sum_loop(const SumSlicesArgs& args, int64_t begin, int64_t end, int6
         for (int64_t i = 0; i < count; ++i) sum[i] = sum[i] + to_float(slice[i]) * scale;
       }
     }
-    if (OPF) prefetch<kBlock>(out + at);
     // `out` may be the rank's own slice: by now all of the block has been read
 #pragma GCC ivdep
     for (int64_t i = 0; i < count; ++i) out[at + i] = from_float<Out>(canonical(sum[i] / divisor));

@@ -1,4 +1,6 @@
 // The fused step over a rank's shard: unscale, clip, Adam, weight decay, fp32 state and parameter, in one pass.
+#include <type_traits>
+
 #include "launchers.h"
 #include "zero1/vec.cuh"
 
@@ -83,9 +85,9 @@ __device__ __forceinline__ void update(const AdamStepArgs& a, const FlatBuffer& 
   }
 }
 
-// A thread has all of its loads in flight, 112 bytes, so 3 blocks to a multiprocessor suffice, and 80 registers are what
-// they leave a thread without spilling. The maximum of the variance is one stream more; a shard that keeps none should
-// not pay for it (64 registers and a fourth block up to sm_90).
+// A thread has all of its loads in flight, 112 bytes, so 3 blocks to a multiprocessor suffice, and 80 registers are
+// what they leave a thread without spilling. The maximum of the variance is one stream more; a shard that keeps none
+// should not pay for it (64 registers and a fourth block up to sm_90).
 template <bool any_amsgrad>
 __global__ void __launch_bounds__(kThreads, 3) adam_step_kernel(const __grid_constant__ AdamStepArgs a) {
   for (int64_t chunk = first_chunk(); chunk < a.table.chunks; chunk += chunk_stride()) {

@@ -13,7 +13,8 @@ from torch import Tensor
 TESTS = Path(__file__).parent.parent
 CSRC = TESTS.parent / "csrc"
 COMPILE = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-ffp-contract=off"]
-COMPILE += ["-fPIC", "-shared", "-DZERO1_HOST_SHIM", f"-I{TESTS / 'shim'}", f"-I{CSRC / 'cuda'}", f"-I{CSRC / 'include'}"]
+COMPILE += ["-fPIC", "-shared", "-DZERO1_HOST_SHIM"]
+COMPILE += [f"-I{folder}" for folder in (TESTS / "shim", CSRC / "cuda", CSRC / "include")]
 SANITIZE = ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
 ORDERS = ["forward", "reverse", "shuffled"]

@@ -66,7 +66,8 @@ struct Fiber {
   bool done = true;
 };
 
-// Where the lanes of a warp meet. Two sets of values: a lane may enter the next meeting while others still read this one.
+// Where the lanes of a warp meet. Two sets of values: a lane may enter the next meeting while others still read this
+// one.
 struct Warp {
   int arrived, operation;
   uint64_t meetings;
@@ -80,7 +81,7 @@ struct Block {
   ucontext_t scheduler;
   int arrived = 0;
   uint64_t barriers = 0;
-  uint64_t progress = 0;  // counts arrivals and ends
+  uint64_t progress = 0;        // counts arrivals and ends
   const void* stack = nullptr;  // the scheduler's, for AddressSanitizer, which wants to be told of every switch
   size_t stack_size = 0;
 };

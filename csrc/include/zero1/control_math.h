@@ -47,6 +47,12 @@ ZERO1_HD inline void pack_control(const PackControlArgs& a) {
   a.control[kControlScaleDigest2] = static_cast<int64_t>(scale * scale);
 }
 
+// Whether the values behind a sum over n ranks differ: n * sum(x^2) == (sum x)^2 only if all are equal (mod 2^64).
+ZERO1_HD inline bool unequal(int64_t n, int64_t sum, int64_t squares) {
+  const uint64_t s = static_cast<uint64_t>(sum);
+  return static_cast<uint64_t>(n) * static_cast<uint64_t>(squares) != s * s;
+}
+
 // Whether this step may change anything, and whether it counts as skipped.
 struct StepDecision {
   bool stop;     // a condition that the host raises as an error: nothing changes, nothing is counted
@@ -54,13 +60,14 @@ struct StepDecision {
 };
 
 ZERO1_HD inline StepDecision decide_step(const StepControlArgs& a) {
-  const uint64_t sum = static_cast<uint64_t>(a.control[kControlScaleDigest]);
-  const uint64_t squares = static_cast<uint64_t>(a.control[kControlScaleDigest2]);
-  const bool unequal_scale = static_cast<uint64_t>(a.world) * squares != sum * sum;
+  const int64_t* c = a.control;
   StepDecision d;
-  d.stop = a.control[kControlConditions] > 0 || unequal_scale;
-  const bool non_finite = a.control[kNormNonFinite] > 0 && (a.skip_nonfinite || a.scaled);
-  d.skipped = !d.stop && (non_finite || a.control[kControlFoundInf] > 0);
+  d.stop = c[kControlConditions] > 0 || c[kControlTouched] > 0 ||
+           unequal(a.world, c[kControlScaleDigest], c[kControlScaleDigest2]) ||
+           unequal(c[kControlSyncRanks], c[kControlSyncs], c[kControlSyncs2]) ||
+           unequal(a.world, c[kControlFacts], c[kControlFacts2]);
+  const bool non_finite = c[kNormNonFinite] > 0 && (a.skip_nonfinite || a.scaled);
+  d.skipped = !d.stop && (non_finite || c[kControlFoundInf] > 0);
   return d;
 }
 

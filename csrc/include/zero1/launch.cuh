@@ -55,7 +55,9 @@ cudaError_t resident_blocks(int64_t* blocks) {
 
 template <auto kernel, class Args>
 cudaError_t start(int64_t blocks, const Args& args, cudaStream_t stream) {
+  // clang-format off
   kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args);
+  // clang-format on
   return cudaGetLastError();
 }
 

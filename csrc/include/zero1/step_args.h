@@ -99,13 +99,19 @@ struct SumSlicesArgs {
 };
 
 // The control vector: int64, summed over ranks by one all-reduce. The first kNormWords are a norm (above); the host
-// writes what follows kControlHost; then come the had-a-gradient flags, four int16 to a word.
+// writes the words from kControlHost on; then come the had-a-gradient flags, four int16 to a word.
 enum ControlWord {
   kControlConditions = 13,     // ranks that found something that must stop the step
   kControlFoundInf = 14,       // ranks whose loss scaler found an infinity
   kControlScaleDigest = 16,    // grad_scale's bits + 1, or 0 for none
   kControlScaleDigest2 = 17,   // their square (mod 2^64): world * sum of squares == (sum)^2 only if all are equal
-  kControlHost = 18,
+  kControlHost = 18,           // here begins what the host writes
+  kControlTouched = 18,        // ranks whose gradients changed after they were reduced; reducing them again clears it
+  kControlSyncRanks = 19,      // ranks that made a backward pass outside no_sync(); over those ...
+  kControlSyncs = 20,          // ... their number and
+  kControlSyncs2 = 21,         // its square
+  kControlFacts = 22,          // a digest of what must be equal on all ranks, and
+  kControlFacts2 = 23,         // its square
   kControlFlags = 32,
 };
 
