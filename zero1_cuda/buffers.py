@@ -110,6 +110,7 @@ class Arena:
         self.grad_at = [0] * len(params)
         self.grad_views: list[Tensor] = []
         self.dirty = [False] * len(params)  # whether the gradient's range may hold something but zeros
+        self.had = [False] * len(params)  # whether there was a gradient when the range was last filled
         for k, p in enumerate(params):
             self.grad_views.append(self._grad_view(k))
             self.adopt_param(k, p)
@@ -141,7 +142,9 @@ class Arena:
     def _grad_view(self, k: int) -> Tensor:
         p = self.params[k]
         if not p.numel():
-            return torch.zeros_like(p, device=self.device, requires_grad=False)
+            view = torch.zeros_like(p, device=self.device, requires_grad=False)
+            self.grad_at[k] = view.data_ptr()
+            return view
         b = self.layout.bucket_of[k]
         begin = self.layout.begin_of[k] - self.layout.buckets[b].begin
         view = view_of(self.bucket_grads[b], begin, p.shape, self.strides[k], own_storage=False)
@@ -165,7 +168,22 @@ class Arena:
 
     def is_home(self, k: int, grad: Tensor) -> bool:
         """Whether this gradient is the view, where it was made."""
-        return grad is self.grad_views[k] and (grad.data_ptr() == self.grad_at[k] or not grad.numel())
+        return grad is self.grad_views[k] and grad.data_ptr() == self.grad_at[k]
+
+    def fill_grads(self, members: Sequence[int]) -> None:
+        """Makes the buffer hold exactly the gradients that these parameters have now."""
+        params, views, at, had, dirty = self.params, self.grad_views, self.grad_at, self.had, self.dirty
+        for k in members:
+            grad = params[k].grad
+            had[k] = grad is not None
+            if grad is None:
+                if dirty[k]:
+                    self.clear_grad(k)
+            elif grad is not views[k] or grad.data_ptr() != at[k]:
+                if grad.layout == torch.strided:
+                    self.adopt_grad(k, grad)
+                else:
+                    self.clear_grad(k)
 
     # -- tables ----------------------------------------------------------------------------------------------------
 

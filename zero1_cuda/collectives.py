@@ -20,6 +20,10 @@ from torch import Tensor
 
 from . import ops
 
+# torch 2.13 renamed two collectives and warns of the old names.
+_REDUCE_SCATTER = "reduce_scatter_single" if hasattr(dist, "reduce_scatter_single") else "reduce_scatter_tensor"
+_ALL_GATHER = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+
 # Small tensors are broadcast together, in messages of about this many bytes.
 BROADCAST_BYTES = 16 * 2**20
 
@@ -194,7 +198,7 @@ class Ranks:
                 bucket,
             )
         own = bucket[self.rank * n : (self.rank + 1) * n]
-        return Works([dist.all_gather_into_tensor(bucket, own, group=self.group, async_op=True)], bucket)
+        return Works([getattr(dist, _ALL_GATHER)(bucket, own, group=self.group, async_op=True)], bucket)
 
     # -- whole values of split tensors -----------------------------------------------------------------------------
 
@@ -306,7 +310,7 @@ class _Native:
             # gloo's average adds first, which overflows where the mean does not
             source, op = bucket * (1.0 / ranks.world_size), dist.ReduceOp.SUM
             self.bucket = source
-        self.works.append(dist.reduce_scatter_tensor(out, source, op=op, group=ranks.group, async_op=True))
+        self.works.append(getattr(dist, _REDUCE_SCATTER)(out, source, op=op, group=ranks.group, async_op=True))
 
     def finish(self) -> None:
         if self.bucket is None:

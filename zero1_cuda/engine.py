@@ -17,6 +17,7 @@ from . import ops
 from .collectives import Ranks
 from .control import Agreement, Report, raise_together, words_faulty
 from .group_options import GroupOptions
+from .profile import profiled
 from .reducer import Reducer
 from .roster import Faults, Roster
 from .settings import Settings
@@ -112,13 +113,13 @@ class Engine:
             if agreed:
                 r.reduce_all()
             r.join_flag_rounds()
-            had = [p.grad is not None for p in roster.params]
-            if scaled and not any(had) and not thawed:
+            if scaled and not thawed and all(p.grad is None for p in roster.params):
                 faults.append((RuntimeError, "a loss scaler is at work but no parameter has a gradient"))
             touched = r.touched(suspicious)
             if self.settings.skip_nonfinite or scaled or max_norm is not None:
                 self._add_norms()
             facts = self._facts(max_norm, scaled, edited, thawed)
+            had = [h for arena in roster.arenas for h in arena.had]
             report = Report(call, had, touched, r.syncs, facts, faults)
             agreement = Agreement(ranks, report, len(r.runs), self.norms, found_inf, grad_scale)
             if (ranks.alone and not faults and not thawed) or not (cpu or touched or thawed):
@@ -207,7 +208,7 @@ class Engine:
             self.scalars,
             self.skipped,
         )
-        with torch.profiler.record_function("zero1.adam_step"):
+        with profiled("zero1.adam_step"):
             for arena in self.roster.arenas:
                 arena.step(self.scalars)
         r.start_gathers()
@@ -235,19 +236,18 @@ class Engine:
     def _make_room(self) -> None:
         """State at the first step; maxima where a group has turned amsgrad on."""
         fresh = False
+        amsgrad = any(row[5] & ops.GROUP_AMSGRAD for row in self.options.rows)
         for arena in self.roster.arenas:
-            wanted = self.roster.wants_amsgrad(arena.params) if self._amsgrad_seen() else arena.amsgrad
-            if any(w and not a for w, a in zip(wanted, arena.amsgrad, strict=True)):
-                arena.set_amsgrad(wanted)
-                fresh = True
+            if amsgrad:
+                wanted = self.roster.wants_amsgrad(arena.params)
+                if any(w and not a for w, a in zip(wanted, arena.amsgrad, strict=True)):
+                    arena.set_amsgrad(wanted)
+                    fresh = True
             if not arena.has_state:
                 arena.make_state()
                 fresh = True
         if fresh:
             self.expose_state()
-
-    def _amsgrad_seen(self) -> bool:
-        return any(row[5] & ops.GROUP_AMSGRAD for row in self.options.rows)
 
     def expose_state(self) -> None:
         """Fills `opt.state` with views of this rank's part, for the arenas that have state."""

@@ -18,6 +18,7 @@ from . import ops
 from .buffers import Arena
 from .collectives import Pending, Ranks, Scratch
 from .layout import Bucket
+from .profile import profiled
 from .roster import Roster
 
 SAMPLES = 64  # elements per bucket that are compared to notice writes that autograd's version counter does not show
@@ -34,7 +35,6 @@ class BucketRun:
         self.waiting = 0
         self.launched = False
         self.version = 0  # of the gradients when they were sent
-        self.had = [False] * len(bucket.params)
         self.sample: Tensor | None = None
         self.used: set[int] = set()  # in-place reduction: gradients that a step has used up
         self.gather: Pending | None = None
@@ -52,8 +52,6 @@ class BucketRun:
     def snapshot(self) -> None:
         """Remembers what was sent."""
         self.version = self.grads._version
-        params = self.arena.params
-        self.had = [params[k].grad is not None for k in self.bucket.params]
         self.sample = self.take_sample()
 
     def touched(self, suspicious: bool) -> bool:
@@ -61,9 +59,9 @@ class BucketRun:
         if self.grads._version != self.version:
             return True
         arena = self.arena
-        for k, had in zip(self.bucket.params, self.had, strict=True):
+        for k in self.bucket.params:
             grad = arena.params[k].grad
-            if (grad is not None) != had or (grad is not None and not arena.is_home(k, grad)):
+            if (grad is not None) != arena.had[k] or (grad is not None and not arena.is_home(k, grad)):
                 return True
         now = self.take_sample()
         if now is None or self.sample is None:
@@ -72,13 +70,7 @@ class BucketRun:
 
     def fill(self) -> None:
         """Makes the gradient buffer hold exactly the gradients that the parameters have now."""
-        arena = self.arena
-        for k in self.bucket.params:
-            grad = arena.params[k].grad
-            if grad is None or grad.layout != torch.strided:
-                arena.clear_grad(k)
-            elif not arena.is_home(k, grad):
-                arena.adopt_grad(k, grad)
+        self.arena.fill_grads(self.bucket.params)
 
 
 class Reducer:
@@ -224,7 +216,7 @@ class Reducer:
             self.flying.pop(0).finish()
         run.norm.zero_()
         norm = run.norm if self.takes_norm else None
-        with torch.profiler.record_function("zero1.reduce_scatter"):
+        with profiled("zero1.reduce_scatter"):
             self.flying.append(
                 self.ranks.start_reduction(run.grads, run.out, norm, self.scratch, run.number + 1, self.exchange)
             )
@@ -340,7 +332,7 @@ class Reducer:
         """Starts the all-gather of every bucket, in order."""
         if self.ranks.world_size == 1:
             return
-        with torch.profiler.record_function("zero1.all_gather"):
+        with profiled("zero1.all_gather"):
             for run in self.runs:
                 run.gather = self.ranks.start_gather(run.params)
 

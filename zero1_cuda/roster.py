@@ -45,6 +45,7 @@ class Roster:
         self.names: dict[Tensor, str] = {}
         self.arenas: list[Arena] = []
         self.pending: list[torch.nn.Parameter] = []  # trainable, not laid out yet
+        self.frozen: list[torch.nn.Parameter] = []  # never been trainable
         self.params: list[torch.nn.Parameter] = []  # laid out, in the order of the arenas
         self.places: dict[Tensor, tuple[Arena, int]] = {}
         self.first_versions: dict[Tensor, int] = {}  # of pending ones
@@ -81,6 +82,7 @@ class Roster:
         """Takes a group's trainable parameters in; they are laid out at first use."""
         self.names.update(zip(group["params"], group.get("param_names") or (), strict=False))
         self._take([p for p in group["params"] if p.requires_grad])
+        self.frozen += [p for p in group["params"] if not p.requires_grad]
 
     def _take(self, params: list[torch.nn.Parameter]) -> None:
         for p in params:
@@ -121,10 +123,11 @@ class Roster:
 
     def thawed(self) -> list[torch.nn.Parameter]:
         """Parameters that were frozen when they came and are trainable now."""
-        return [p for p in self.numbered() if p.requires_grad and p not in self.places and p not in self.first_versions]
+        return [p for p in self.frozen if p.requires_grad]
 
     def lay_out(self, params: list[torch.nn.Parameter]) -> None:
         """Takes thawed parameters in and lays them out."""
+        self.frozen = [p for p in self.frozen if not p.requires_grad]
         self._take(params)
         self.build()
 
@@ -158,9 +161,9 @@ class Roster:
         """Takes moved parameters back into the buffers, reports cast ones; -> numbers of those that may be edited."""
         for a, arena in enumerate(self.arenas):
             at, first = arena.param_at, arena.first
-            moved = [k for k, p in enumerate(arena.params) if p.data_ptr() != at[k]]
-            if not moved:
+            if [p.data_ptr() for p in arena.params] == at:
                 continue
+            moved = [k for k, p in enumerate(arena.params) if p.data_ptr() != at[k]]
             fitting = [k for k in moved if not self._misfit(arena, k, faults)]
             devices = {p.device for p in arena.params}
             if devices == {arena.device}:
@@ -172,8 +175,11 @@ class Roster:
             elif len(fitting) == len(moved):
                 self._move(a)
             self.moved.update(first + k for k in fitting)
-        versions = self.versions
-        return sorted(self.moved | {k for k, p in enumerate(self.params) if p._version != versions[k]})
+        versions = [p._version for p in self.params]
+        if versions == self.versions and not self.moved:
+            return []
+        edited = {k for k, (now, seen) in enumerate(zip(versions, self.versions, strict=True)) if now != seen}
+        return sorted(self.moved | edited)
 
     def _misfit(self, arena: Arena, k: int, faults: Faults) -> bool:
         p, dtype, shape = arena.params[k], arena.layout.specs[k].dtype, arena.grad_views[k].shape
