@@ -30,7 +30,7 @@ from torch import Tensor
 GROUP_TIMEOUT = 20  # seconds
 
 _context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["torch", "torch.distributed", "torch.nn.utils", "zero1_cuda.optimizer", "pytest"])
+_context.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo", "zero1_cuda.optimizer", "pytest"])
 
 
 def init(rank: int, world: int, path: str) -> None:

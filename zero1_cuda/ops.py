@@ -173,7 +173,8 @@ def grad_norm(segments: Tensor, chunk_segment: Tensor, grads: Sequence[Tensor], 
 def sum_slices(
     received: Tensor, own: Tensor | None, rank: int, scale: float, divisor: float, out: Tensor, norm: Tensor | None
 ) -> None:
-    """out = round(sum over ranks r, in order, of slice_r * scale, / divisor); norm += the sum of squares of out.
+    """out = round(sum over ranks r, in order, of slice_r * scale, / divisor); norm += the sum of squares
+    of the fp32 means before they are rounded.
 
     Args:
         received: [N, n] float32, float16 or bfloat16, the slices of all ranks; without rank `rank`'s if `own` is given.

@@ -28,8 +28,11 @@ static void sum_loop(const SumSlicesArgs& args, int64_t begin, int64_t end, int6
     }
     // `out` may be the rank's own slice: by now all of the block has been read
 #pragma GCC ivdep
-    for (int64_t i = 0; i < count; ++i) out[at + i] = from_float<Out>(canonical(sum[i] / divisor));
-    if (norm) add_squares<false>(out + at, count, norm);
+    for (int64_t i = 0; i < count; ++i) {
+      sum[i] = canonical(sum[i] / divisor);
+      out[at + i] = from_float<Out>(sum[i]);
+    }
+    if (norm) add_squares<false>(sum, count, norm);
   }
 }
 

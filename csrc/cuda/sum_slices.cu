@@ -18,7 +18,7 @@ struct Sum {
 
   // `out` may be `own`: a thread stores its elements after it has read them.
   template <int n>
-  __device__ __forceinline__ void run(const SumSlicesArgs& a, int at, float (&stored)[n]) const {
+  __device__ __forceinline__ void run(const SumSlicesArgs& a, int at, float (&mean)[n]) const {
     float sum[n] = {};
 #pragma unroll(n == 1 ? 1 : 4)
     for (int64_t r = 0; r < a.world; ++r) {
@@ -32,14 +32,14 @@ struct Sum {
     Out z[n];
 #pragma unroll
     for (int i = 0; i < n; ++i) {
-      z[i] = from_float<Out>(canonical(sum[i] / a.divisor));
-      stored[i] = to_float(z[i]);
+      mean[i] = canonical(sum[i] / a.divisor);
+      z[i] = from_float<Out>(mean[i]);
     }
     store<kKeep>(out + at, z);  // adam_step reads it next
   }
 };
 
-// Elements [begin, begin + count) of the result; x: the values as they were stored, zero beyond `count`.
+// Elements [begin, begin + count) of the result; x: their means before rounding, zero beyond `count`.
 template <class In, class Out>
 __device__ __forceinline__ void sum_elements(const SumSlicesArgs& a, int64_t begin, int count, float (&x)[kPerThread]) {
   const Sum<In, Out> s(a, begin);
@@ -49,9 +49,9 @@ __device__ __forceinline__ void sum_elements(const SumSlicesArgs& a, int64_t beg
   } else {
 #pragma unroll
     for (int i = 0; i < kPerThread; ++i) {
-      float stored[1] = {0.0f};
-      if (i < count) s.template run<1>(a, i, stored);
-      x[i] = stored[0];
+      float mean[1] = {0.0f};
+      if (i < count) s.template run<1>(a, i, mean);
+      x[i] = mean[0];
     }
   }
 }

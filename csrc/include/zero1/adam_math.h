@@ -20,17 +20,17 @@ enum AdamFlags : int32_t {
 
 // One row per parameter, written by step_control and read by adam_step. 12 words of 4 bytes.
 struct AdamScalars {
-  float grad_factor;   // clip factor / loss scale; negative for maximize
-  float decay;         // decoupled: 1 - lr * weight_decay; L2: 1
-  float l2;            // weight_decay of L2, read only under kL2 (0 * inf would be NaN)
+  float grad_factor;  // clip factor / loss scale; negative for maximize
+  float decay;        // decoupled: 1 - lr * weight_decay; L2: 1
+  float l2;           // weight_decay of L2, read only under kL2 (0 * inf would be NaN)
   float beta1;
-  float beta1_rest;    // 1 - beta1, subtracted in double
+  float beta1_rest;  // 1 - beta1, subtracted in double
   float beta2;
   float beta2_rest;    // 1 - beta2, subtracted in double
   float step_size;     // lr / (1 - beta1^t)
   float inv_sqrt_bc2;  // 1 / sqrt(1 - beta2^t)
   float eps;
-  int32_t flags;       // AdamFlags
+  int32_t flags;  // AdamFlags
   int32_t unused;
 };
 static_assert(sizeof(AdamScalars) == 48, "the Python side allocates rows of 12 words");

@@ -83,8 +83,7 @@ ZERO1_HD inline void control_param(const StepControlArgs& a, const StepDecision&
   const GroupOptions& o = a.groups[a.param_group[p]];
   double lr = o.lr;
   if (o.lr_at) {
-    lr = o.lr_is_fp64 ? *static_cast<const double*>(o.lr_at)
-                      : static_cast<double>(*static_cast<const float*>(o.lr_at));
+    lr = o.lr_is_fp64 ? *static_cast<const double*>(o.lr_at) : static_cast<double>(*static_cast<const float*>(o.lr_at));
   }
   const int64_t t = ++a.steps[p];
   const double clip = a.clip ? static_cast<double>(a.clip[0]) : 1.0;

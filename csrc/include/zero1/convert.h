@@ -40,7 +40,8 @@ ZERO1_HD inline float to_float(Half h) {
   const uint32_t exponent = u & 0x0f800000u;
   // exponents are rebiased by 112; infinities and NaN by 112 more; subnormals are counted in units of 2^-24
   const uint32_t finite = u + (exponent == 0x0f800000u ? 0x70000000u : 0x38000000u);
-  const uint32_t tiny = float_to_bits(static_cast<float>(static_cast<int32_t>(h.bits & 0x3ffu)) * 5.9604644775390625e-8f);
+  const uint32_t tiny =
+      float_to_bits(static_cast<float>(static_cast<int32_t>(h.bits & 0x3ffu)) * 5.9604644775390625e-8f);
   return bits_to_float(sign | (exponent == 0 ? tiny : finite));
 }
 
@@ -89,7 +90,9 @@ ZERO1_HD inline float settle_tie(float master) {
   return bits_to_float(u + ((!nan && (u & 0x1ffffu) == 0x18000u) ? 1u : 0u));
 }
 
-ZERO1_HD inline uint16_t split_remainder(float master) { return static_cast<uint16_t>(float_to_bits(master) & 0xffffu); }
+ZERO1_HD inline uint16_t split_remainder(float master) {
+  return static_cast<uint16_t>(float_to_bits(master) & 0xffffu);
+}
 
 ZERO1_HD inline float join_master(BFloat16 param, uint16_t remainder) {
   const uint32_t b = param.bits;

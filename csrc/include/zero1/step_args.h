@@ -1,4 +1,5 @@
-// The plain structs that kernels take: raw pointers, int64 counts and the tables of the layout. No Torch type below here.
+// The plain structs that kernels take: raw pointers, int64 counts and the tables of the layout. No Torch type below
+// here.
 #pragma once
 
 #include <cstdint>
@@ -8,7 +9,8 @@
 namespace zero1 {
 
 // Elements per chunk. Every parameter starts at a multiple of it in its flat buffer and every slice holds whole chunks,
-// so a chunk belongs to one segment, 16-byte accesses never straddle two, and the norm does not depend on the partition.
+// so a chunk belongs to one segment, 16-byte accesses never straddle two, and the norm does not depend on the
+// partition.
 constexpr int64_t kChunk = 128;
 constexpr int kMaxBuffers = 3;
 
@@ -22,7 +24,7 @@ enum MasterMode : int32_t {
 // The part of one parameter that lies in this rank's slice of one bucket: a row of 8 int64 in device memory. All
 // `*_begin` are element offsets and multiples of kChunk.
 struct Segment {
-  int64_t shard_begin;   // in exp_avg, exp_avg_sq
+  int64_t shard_begin;  // in exp_avg, exp_avg_sq
   int64_t numel;
   int64_t grad_begin;    // in buffers[buffer].grad
   int64_t param_begin;   // in buffers[buffer].param
@@ -82,8 +84,9 @@ struct GradNormArgs {
   int64_t* norm;  // kNormWords, added to
 };
 
-// out = (sum over ranks, in rank order, of slice * scale) / divisor, in fp32, rounded once. `scale` is a power of two
-// that keeps the sum below the largest fp32 value; `divisor` undoes it and takes the mean.
+// out = (sum over ranks, in rank order, of slice * scale) / divisor, in fp32, rounded once; the norm is that of the
+// fp32 means, before rounding. `scale` is a power of two that keeps the sum below the largest fp32 value; `divisor`
+// undoes it and takes the mean.
 struct SumSlicesArgs {
   const void* received;  // [world or world - 1, numel]
   const void* own;       // this rank's slice, if it is not among the received ones; else null
@@ -101,26 +104,26 @@ struct SumSlicesArgs {
 // The control vector: int64, summed over ranks by one all-reduce. The first kNormWords are a norm (above); the host
 // writes the words from kControlHost on; then come the had-a-gradient flags, four int16 to a word.
 enum ControlWord {
-  kControlConditions = 13,     // ranks that found something that must stop the step
-  kControlFoundInf = 14,       // ranks whose loss scaler found an infinity
-  kControlScaleDigest = 16,    // grad_scale's bits + 1, or 0 for none
-  kControlScaleDigest2 = 17,   // their square (mod 2^64): world * sum of squares == (sum)^2 only if all are equal
-  kControlHost = 18,           // here begins what the host writes
-  kControlTouched = 18,        // ranks whose gradients changed after they were reduced; reducing them again clears it
-  kControlSyncRanks = 19,      // ranks that made a backward pass outside no_sync(); over those ...
-  kControlSyncs = 20,          // ... their number and
-  kControlSyncs2 = 21,         // its square
-  kControlFacts = 22,          // a digest of what must be equal on all ranks, and
-  kControlFacts2 = 23,         // its square
+  kControlConditions = 13,    // ranks that found something that must stop the step
+  kControlFoundInf = 14,      // ranks whose loss scaler found an infinity
+  kControlScaleDigest = 16,   // grad_scale's bits + 1, or 0 for none
+  kControlScaleDigest2 = 17,  // their square (mod 2^64): world * sum of squares == (sum)^2 only if all are equal
+  kControlHost = 18,          // here begins what the host writes
+  kControlTouched = 18,       // ranks whose gradients changed after they were reduced; reducing them again clears it
+  kControlSyncRanks = 19,     // ranks that made a backward pass outside no_sync(); over those ...
+  kControlSyncs = 20,         // ... their number and
+  kControlSyncs2 = 21,        // its square
+  kControlFacts = 22,         // a digest of what must be equal on all ranks, and
+  kControlFacts2 = 23,        // its square
   kControlFlags = 32,
 };
 
 struct PackControlArgs {
-  const int64_t* norms;      // [rows, kNormWords]
+  const int64_t* norms;  // [rows, kNormWords]
   int64_t rows;
-  const float* found_inf;    // null: none
-  const float* grad_scale;   // null: none
-  int64_t* control;          // words 0..kControlHost-1 are written, kControlConditions kept
+  const float* found_inf;   // null: none
+  const float* grad_scale;  // null: none
+  int64_t* control;         // words 0..kControlHost-1 are written, kControlConditions kept
 };
 
 struct ClipFactorArgs {
@@ -146,13 +149,13 @@ struct StepControlArgs {
   int64_t world;
   const int32_t* param_group;  // [params]
   const GroupOptions* groups;
-  const float* grad_scale;     // null: 1
-  const float* clip;           // [2] as clip_factor wrote it; null: no clipping
+  const float* grad_scale;  // null: 1
+  const float* clip;        // [2] as clip_factor wrote it; null: no clipping
   bool skip_nonfinite;
-  bool scaled;                 // a loss scaler is at work: a non-finite gradient always skips
-  int64_t* steps;              // [params]
-  AdamScalars* scalars;        // [params]
-  int64_t* skipped;            // [2]: steps skipped in all; whether the last one was
+  bool scaled;           // a loss scaler is at work: a non-finite gradient always skips
+  int64_t* steps;        // [params]
+  AdamScalars* scalars;  // [params]
+  int64_t* skipped;      // [2]: steps skipped in all; whether the last one was
 };
 
 }  // namespace zero1
