@@ -39,6 +39,16 @@ def init(rank: int, world: int, path: str) -> None:
     dist.init_process_group("gloo", init_method=f"file://{path}", rank=rank, world_size=world, timeout=timeout)
 
 
+def _tell(error: BaseException) -> str:
+    """The traceback, and the variables of the test's own frames."""
+    lines = traceback.format_exception(error)
+    for frame, _ in traceback.walk_tb(error.__traceback__):
+        if os.path.basename(frame.f_code.co_filename).startswith("test_"):
+            lines.append(f"in {frame.f_code.co_name}:\n")
+            lines += [f"    {name} = {repr(value)[:300]}\n" for name, value in frame.f_locals.items()]
+    return "".join(lines)
+
+
 def _child(pipe: Any, rank: int, world: int, path: str, group: bool, fn: Callable[..., Any], args: Any) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
@@ -46,13 +56,13 @@ def _child(pipe: Any, rank: int, world: int, path: str, group: bool, fn: Callabl
         if group:
             init(rank, world, path)
         answer = (True, fn(rank, world, *args))
-    except BaseException:
-        answer = (False, traceback.format_exc())
+    except BaseException as error:
+        answer = (False, _tell(error))
     with contextlib.suppress(OSError, EOFError):
         try:
             pipe.send(answer)
-        except TypeError:
-            pipe.send((False, traceback.format_exc()))
+        except TypeError as error:
+            pipe.send((False, _tell(error)))
         pipe.recv()  # stay: to the others, a rank that leaves is a broken connection
     os._exit(0)  # without waiting for the threads of a group that may be broken
 

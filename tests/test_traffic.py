@@ -1,0 +1,197 @@
+"""A step sends 2Ψ(N-1)/N elements per rank: one reduce-scatter and one all-gather, never an all-reduce of gradients.
+
+Counted twice: at the functions of torch.distributed, and by the machine's own counters of the loopback device.
+"""
+
+import contextlib
+import functools
+import pathlib
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import backward_of, run, weights
+
+from zero1_cuda import Zero1AdamW, ops
+
+COUNTERS = pathlib.Path("/proc/net/dev")
+SENDERS = (
+    "isend", "send", "broadcast", "all_reduce", "all_gather", "all_gather_into_tensor", "reduce_scatter_tensor",
+    "all_to_all_single", "all_to_all", "reduce", "reduce_scatter", "gather", "scatter", "batch_isend_irecv",
+    "all_gather_object", "broadcast_object_list",
+)  # fmt: skip
+
+
+class Meter:
+    """Counts the bytes this rank sends, by function; of a ring's bytes where the function leaves the way open."""
+
+    def __init__(self, monkeypatch):
+        self.sent = {}
+        self.largest = {}
+        for name in SENDERS:
+            monkeypatch.setattr(dist, name, functools.partial(self.call, name, getattr(dist, name)))
+
+    def call(self, name, function, *args, **kwargs):
+        assert name in self.RULES, f"{name} in a step"
+        group = kwargs.get("group")
+        world, rank = dist.get_world_size(group), dist.get_rank(group)
+        t = args[0]
+        self.sent[name] = self.sent.get(name, 0) + self.RULES[name](t, world, kwargs.get("group_src") == rank)
+        self.largest[name] = max(self.largest.get(name, 0), t.nbytes)
+        return function(*args, **kwargs)
+
+    RULES = {  # noqa: RUF012
+        "isend": lambda t, world, mine: t.nbytes,
+        "broadcast": lambda t, world, mine: t.nbytes * (world - 1) if mine else 0,
+        "all_reduce": lambda t, world, mine: 2 * t.nbytes * (world - 1) // world,
+        "all_gather_into_tensor": lambda t, world, mine: t.nbytes * (world - 1) // world,
+        "reduce_scatter_tensor": lambda t, world, mine: t.nbytes * (world - 1),
+        "all_to_all_single": lambda t, world, mine: t.nbytes * (world - 1) // world,
+    }
+
+    def take(self):
+        """Bytes of the gradients and parameters since the last call."""
+        sent, self.sent = self.sent, {}
+        sent.pop("all_reduce", 0)
+        return sum(sent.values())
+
+
+def plain(opt, params, rank):
+    backward_of(params, rank, 0)
+    opt.step()
+    opt.zero_grad()
+
+
+def accumulating(opt, params, rank):
+    with opt.no_sync():
+        backward_of(params, rank, 0)
+        backward_of(params, rank, 1)
+    plain(opt, params, rank)
+
+
+def clipping(opt, params, rank):
+    backward_of(params, rank, 0)
+    opt.clip_grad_norm_(1.0)
+    opt.step()
+    opt.zero_grad()
+
+
+def scaled(opt, params, rank, scaler):
+    scaler.scale((params[0] * 2).sum() + sum(p.sum() for p in params)).backward()
+    scaler.step(opt)
+    scaler.update()
+    opt.zero_grad()
+
+
+WAYS = {"plain": plain, "no_sync": accumulating, "clip_grad_norm_": clipping, "scaler": scaled, "max_grad_norm": plain}
+
+
+def count(rank, world, way, dtype, options):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        params = weights([(world, 128, 5), (world * 256,), (3 * world, 128), (world, 64, 2)], dtype)  # needs no padding
+        numel = sum(p.numel() for p in params)
+        limit = {"max_grad_norm": 1.0} if way == "max_grad_norm" else {}
+        opt = Zero1AdamW(params, bucket_cap_mb=0.005, **limit, **options)
+        step = WAYS[way]
+        if way == "scaler":
+            step = functools.partial(step, scaler=torch.amp.GradScaler("cpu", init_scale=4.0))
+        meter = Meter(monkeypatch)
+        for _ in range(3):
+            step(opt, params, rank)
+            sent, wanted = meter.take(), 2 * numel * (world - 1) // world * dtype.itemsize
+            assert sent == wanted
+        control = 8 * (ops.CONTROL_FLAGS + 2 * len(params))
+        assert meter.largest["all_reduce"] <= control < numel
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_elements_sent(way):
+    run(2, count, way, torch.bfloat16, {})
+    run(3, count, way, torch.float32, {"overlap_reduce": False})
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_elements_sent_by_the_native_way(world):
+    run(world, count, "plain", torch.float32, {"reduce_in_fp32": False})
+
+
+def more(rank, world):
+    """What changes a gradient after its reduction costs one more reduction, of its own bucket."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        params = weights([(world, 1024)] * 4)
+        opt = Zero1AdamW(params, bucket_cap_mb=0.001)
+        meter = Meter(monkeypatch)
+        one = params[0].nbytes * (world - 1) // world
+        plain(opt, params, rank)
+        assert meter.take() == 8 * one
+        for k in range(3):  # three backwards without no_sync: early, and again in the step
+            backward_of(params, rank, k)
+        opt.step()
+        opt.zero_grad()
+        assert meter.take() == 12 * one
+        backward_of(params, rank, 0)
+        params[2].grad.mul_(2.0)
+        opt.step()
+        assert meter.take() == 9 * one
+        opt.zero_grad()
+        opt.step()  # no gradient anywhere
+        assert meter.take() <= 8 * one
+
+
+def test_reducing_again_is_by_bucket():
+    run(2, more)
+
+
+# -- the machine's counters -------------------------------------------------------------------------------------------
+
+
+def loopback():
+    """Bytes received by the loopback device so far."""
+    for line in COUNTERS.read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == "lo":
+            return int(counts.split()[0])
+    raise AssertionError("no loopback device")
+
+
+def growth(rank, world):
+    """Loopback bytes of a step over the predicted ones; the best of a few tries, as others may use the device too."""
+    steps, found = 4, []
+    params = weights([(1024, 512)] * 8, torch.bfloat16)  # 8 MB
+    opt = Zero1AdamW(params)
+    grads = [torch.ones_like(p) for p in params]
+
+    def step():
+        for p, g in zip(params, grads, strict=True):
+            p.grad = g
+        opt.step()
+
+    step()
+    for _ in range(5):
+        dist.barrier()
+        before = loopback()
+        time.sleep(0.05)
+        dist.barrier()
+        noise = loopback() - before
+        before = loopback()
+        dist.barrier()
+        for _ in range(steps):
+            step()
+        dist.barrier()
+        time.sleep(0.02)
+        numel = sum(p.numel() for p in params)
+        predicted = steps * world * (2 * numel * (world - 1) // world) * 2
+        found.append(((loopback() - before) / predicted, noise))
+        dist.barrier()
+    return min(found)
+
+
+@pytest.mark.skipif(not COUNTERS.exists(), reason="no /proc/net/dev here")
+@pytest.mark.parametrize("world", [2, 3])
+def test_loopback_counters(world):
+    ratio, noise = run(world, growth)[0]
+    if ratio > 1.03 and noise > 100_000:
+        pytest.skip(f"others use the loopback device: {noise} bytes in 50 ms")
+    with contextlib.suppress(OSError):
+        assert 0.99 < ratio < 1.03
