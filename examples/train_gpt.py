@@ -265,7 +265,8 @@ def train(args: argparse.Namespace, rank: int, world_size: int, device: torch.de
             if step == start and done < args.steps:  # the first step makes the buffers: the clock starts after it
                 began, timed_from = time.perf_counter(), done
             bar.set_postfix_str(
-                f"loss {loss_last:.3f}, lr {schedule.get_last_lr()[0]:.1e}, {tokens / seconds:,.0f} tokens/s"
+                f"loss {loss_last:.3f}, lr {schedule.get_last_lr()[0]:.1e}, {tokens / seconds:,.0f} tokens/s",
+                refresh=False,
             )
         bar.update()
         if args.save_every and (done % args.save_every == 0 or done == args.steps):

@@ -45,7 +45,8 @@ def _tell(error: BaseException) -> str:
     for frame, _ in traceback.walk_tb(error.__traceback__):
         if os.path.basename(frame.f_code.co_filename).startswith("test_"):
             lines.append(f"in {frame.f_code.co_name}:\n")
-            lines += [f"    {name} = {repr(value)[:300]}\n" for name, value in frame.f_locals.items()]
+            shown = {name: " ".join(repr(value).split())[:120] for name, value in frame.f_locals.items()}
+            lines += [f"    {name} = {value}\n" for name, value in shown.items()]
     return "".join(lines)
 
 
@@ -159,9 +160,9 @@ def mean_grad(p: Tensor, grad: Tensor | None, group: Any = None) -> Tensor | Non
 
 
 class Plain:
-    """Plain data parallel: torch's optimizer on fp32 copies of `params`, which may be groups; `.grad` stays a rank's own.
+    """Plain data parallel: torch's optimizer on fp32 copies of `params`, which may be groups.
 
-    group: the ranks that average; default: all.
+    `.grad` stays a rank's own. group: the ranks that average; default: all.
     """
 
     def __init__(self, params: Any, kind: type = torch.optim.AdamW, group: Any = None, **options: Any) -> None:

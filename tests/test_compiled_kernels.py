@@ -1,5 +1,5 @@
 """What nvcc makes of the kernels: no spills and no local memory, few enough registers for the occupancy that each was
-written for, 16-byte loads and stores for every stream, IEEE arithmetic, no fused multiply-add. Needs nvcc, not a GPU."""
+written for, 16-byte loads and stores for every stream, IEEE arithmetic, no fused multiply-add. Needs nvcc, no GPU."""
 
 from __future__ import annotations
 

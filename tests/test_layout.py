@@ -65,7 +65,8 @@ def test_buckets(specs, world, cap):
         assert {layout.specs[i].dtype for i in bucket.params} == {bucket.dtype}
         assert list(bucket.params) == sorted(bucket.params, reverse=True)
         assert bucket.slice_numel % CHUNK == 0
-        assert (bucket.begin, bucket.slice_begin, bucket.shard_begin) == (flat[bucket.dtype], slices[bucket.dtype], shard)
+        begins = (bucket.begin, bucket.slice_begin, bucket.shard_begin)
+        assert begins == (flat[bucket.dtype], slices[bucket.dtype], shard)
         flat[bucket.dtype] += layout.world_size * bucket.slice_numel
         slices[bucket.dtype] += bucket.slice_numel
         shard += bucket.slice_numel
@@ -115,7 +116,7 @@ def test_padding_is_bounded(layout):
 def gpt(layers, width, vocabulary):
     """numels of a GPT's parameters, in registration order."""
     block = [width, width, 3 * width**2, 3 * width, width**2, width, width, width, 4 * width**2, 4 * width]
-    return [vocabulary * width, 1024 * width, *(block + [4 * width**2, width]) * layers, width, width]
+    return [vocabulary * width, 1024 * width, *[*block, 4 * width**2, width] * layers, width, width]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

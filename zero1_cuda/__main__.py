@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import importlib.metadata
 import json
 import os
 import platform
@@ -20,6 +19,7 @@ from decimal import Decimal, InvalidOperation
 from pathlib import Path
 from typing import Any
 
+import zero1_cuda
 from zero1_cuda import memory
 
 # ---- info ----------------------------------------------------------------------------------------
@@ -76,6 +76,11 @@ def _built() -> dict[str, Any]:
     return dict(importlib.import_module("zero1_cuda._C").build_info())
 
 
+def _cpu_level() -> str:
+    ops = importlib.import_module("zero1_cuda.ops")
+    return f"{ops.cpu_level()} (of {', '.join(ops.cpu_levels())})"
+
+
 def _cuda() -> str:
     error = importlib.import_module("zero1_cuda.ops").cuda_error()
     return f"not usable: {error}" if error else "usable"
@@ -98,7 +103,7 @@ def _backend(name: str) -> str:
 
 
 def _version() -> str:
-    return f"{importlib.metadata.version('zero1_cuda')} ({Path(__file__).resolve().parent})"
+    return f"{zero1_cuda.__version__} ({Path(__file__).resolve().parent})"
 
 
 def info() -> dict[str, Any]:
@@ -112,6 +117,7 @@ def info() -> dict[str, Any]:
         "compiler": _attempt(_compiler),
         "nvcc": _attempt(_nvcc),
         "built": _attempt(_built),
+        "cpu_level": _attempt(_cpu_level),
         "cuda": _attempt(_cuda),
         "gpus": _attempt(_gpus),
         "gloo": _attempt(lambda: _backend("gloo")),
@@ -124,18 +130,20 @@ def _print_info(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(facts, indent=2, default=str))
         return 0
+    lines = []
     for name, value in facts.items():
         if isinstance(value, dict):
-            print(f"{name}:")
-            for key, part in value.items():
-                print(f"  {key}: {_plain(part)}")
+            lines.append(f"{name}:")
+            lines += [f"  {key}: {_plain(part)}" for key, part in value.items()]
         else:
-            print(f"{name}: {_plain(value)}")
+            lines.append(f"{name}: {_plain(value)}")
+    print("\n".join(lines))
     return 0
 
 
 def _plain(value: object) -> str:
-    return ", ".join(map(str, value)) or "none" if isinstance(value, (list, tuple)) else str(value)
+    text = ", ".join(map(str, value)) if isinstance(value, (list, tuple)) else str(value)
+    return text or "none"
 
 
 # ---- memory --------------------------------------------------------------------------------------
@@ -166,8 +174,8 @@ def _print_memory(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps([row.as_dict() for row in rows], indent=2))
     else:
-        print(f"{args.params:,} parameters in {args.dtype}\n")
-        print(memory.table(rows, memory.formula(size, split)))
+        table = memory.table(rows, memory.formula(size, split))
+        print(f"{args.params:,} parameters in {args.dtype}\n\n{table}")
     if args.plot:
         try:
             _plot(rows, args.plot, f"{args.params:.4g} parameters in {args.dtype}")
@@ -240,7 +248,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     args = _parser().parse_args(argv)
-    return int(args.run(args))
+    try:
+        code = int(args.run(args))
+        sys.stdout.flush()
+    except BrokenPipeError:  # a reader such as `head` has seen enough; what is still buffered goes nowhere
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code = 0
+    return code
 
 
 if __name__ == "__main__":

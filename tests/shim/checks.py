@@ -211,10 +211,10 @@ def check_control(shim: Shim) -> None:
         had_grad = (torch.arange(-(-count // 4) * 4) % 5 != 3).to(torch.int16).view(torch.int64)
         param_group = (torch.arange(count) % 8).to(torch.int32)
         for (head, grad_scale), clipped, skip, condition in itertools.product(
-            controls[::5], (None, clip), (False, True), (None, ops.CONTROL_CONDITIONS, ops.CONTROL_HOST)
+            controls[::5], (None, clip), (False, True), (None, ops.CONTROL_CONDITIONS, ops.CONTROL_TOUCHED)
         ):
             control = torch.cat([head, had_grad])
-            control[ops.CONTROL_HOST : ops.CONTROL_FLAGS] = 0
+            control[ops.CONTROL_TOUCHED : ops.CONTROL_FLAGS] = 0
             if condition is not None:
                 control[condition] = 1
             results = []

@@ -87,7 +87,7 @@ __device__ __forceinline__ Row load_row(const Row* p) {
   return row;
 }
 
-// Calls f with the buffer's element type (a value of it) and its master mode (an integral_constant).
+// Calls f with a value of the buffer's element type and one of Mode<its master mode>.
 template <MasterMode mode>
 struct Mode {
   static constexpr MasterMode value = mode;
