@@ -141,6 +141,13 @@ void step_control(const Tensor& control, int64_t world, const Tensor& param_grou
   cpu::step_control(args);
 }
 
+void stream_limit(const Tensor& grad, const Tensor& param, MaybeTensor master, MaybeTensor remainder,
+                  const Tensor& exp_avg, const Tensor& exp_avg_sq, MaybeTensor max_exp_avg_sq) {
+  const StreamLimitArgs args = stream_limit_args(grad, param, master, remainder, exp_avg, exp_avg_sq, max_exp_avg_sq);
+  torch::stable::parallel_for(0, chunks_of(args.numel), kGrain,
+                              [&](int64_t begin, int64_t end) { cpu::stream_limit(args, begin, end); });
+}
+
 }  // namespace on_cpu
 }  // namespace zero1
 
@@ -161,6 +168,9 @@ STABLE_TORCH_LIBRARY(zero1, m) {
   m.def(
       "step_control(Tensor control, int world, Tensor param_group, Tensor groups, Tensor? grad_scale, Tensor? clip, "
       "bool skip_nonfinite, bool scaled, Tensor(a!) steps, Tensor(b!) scalars, Tensor(c!) skipped) -> ()");
+  m.def(
+      "stream_limit(Tensor grad, Tensor(a!) param, Tensor(b!)? master, Tensor(c!)? remainder, Tensor(d!) exp_avg, "
+      "Tensor(e!) exp_avg_sq, Tensor(f!)? max_exp_avg_sq) -> ()");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(zero1, CPU, m) {
@@ -171,6 +181,7 @@ STABLE_TORCH_LIBRARY_IMPL(zero1, CPU, m) {
   m.impl("pack_control", TORCH_BOX(&zero1::on_cpu::pack_control));
   m.impl("clip_factor", TORCH_BOX(&zero1::on_cpu::clip_factor));
   m.impl("step_control", TORCH_BOX(&zero1::on_cpu::step_control));
+  m.impl("stream_limit", TORCH_BOX(&zero1::on_cpu::stream_limit));
 }
 
 namespace {

@@ -92,6 +92,13 @@ void step_control(const Tensor& control, int64_t world, const Tensor& param_grou
   ZERO1_LAUNCH(launch_step_control(args, device.stream()));
 }
 
+void stream_limit(const Tensor& grad, const Tensor& param, MaybeTensor master, MaybeTensor remainder,
+                  const Tensor& exp_avg, const Tensor& exp_avg_sq, MaybeTensor max_exp_avg_sq) {
+  const StreamLimitArgs args = stream_limit_args(grad, param, master, remainder, exp_avg, exp_avg_sq, max_exp_avg_sq);
+  const OnDeviceOf device(grad);
+  ZERO1_LAUNCH(launch_stream_limit(args, device.stream()));
+}
+
 }  // namespace
 }  // namespace zero1
 
@@ -103,4 +110,5 @@ STABLE_TORCH_LIBRARY_IMPL(zero1, CUDA, m) {
   m.impl("pack_control", TORCH_BOX(&zero1::pack_control));
   m.impl("clip_factor", TORCH_BOX(&zero1::clip_factor));
   m.impl("step_control", TORCH_BOX(&zero1::step_control));
+  m.impl("stream_limit", TORCH_BOX(&zero1::stream_limit));
 }

@@ -279,5 +279,23 @@ inline StepControlArgs step_control_args(const Tensor& control, int64_t world, c
   return a;
 }
 
+inline StreamLimitArgs stream_limit_args(const Tensor& grad, const Tensor& param, const MaybeTensor& master,
+                                         const MaybeTensor& remainder, const Tensor& exp_avg, const Tensor& exp_avg_sq,
+                                         const MaybeTensor& max_exp_avg_sq) {
+  const OpTensors op("stream_limit", grad);
+  const std::vector<Tensor> grads{grad}, params{param};
+  StreamLimitArgs a{};
+  op.buffers(&a.buffer, &grads, &params, remainder.has_value());
+  op.need_master(&a.buffer, 1, master);
+  a.numel = grad.numel();
+  op.data(param, "param", grad.scalar_type(), {kAny}, a.numel);
+  a.master = op.data<float>(master, "master", ScalarType::Float, {kAny}, a.numel);
+  a.remainder = op.data<uint16_t>(remainder, "remainder", ScalarType::Short, {kAny}, a.numel);
+  a.exp_avg = op.data<float>(exp_avg, "exp_avg", ScalarType::Float, {kAny}, a.numel);
+  a.exp_avg_sq = op.data<float>(exp_avg_sq, "exp_avg_sq", ScalarType::Float, {kAny}, a.numel);
+  a.max_exp_avg_sq = op.data<float>(max_exp_avg_sq, "max_exp_avg_sq", ScalarType::Float, {kAny}, a.numel);
+  return a;
+}
+
 }  // namespace
 }  // namespace zero1

@@ -219,8 +219,8 @@ class Plain:
 
 def rounded(p: Tensor, master: Tensor) -> bool:
     """Whether p is `master` rounded once; it may be off by a few units of fp32, which matters next to a tie only."""
-    near = [(master * (1 + shift * 2.0**-20)).to(p.dtype) for shift in (-1, 1)]
-    low, high = torch.minimum(*near), torch.maximum(*near)
+    shift = master.abs() * 2.0**-20 + 2.0**-26
+    low, high = (master - shift).to(p.dtype), (master + shift).to(p.dtype)
     same = p == master.to(p.dtype)
     return bool(((low <= p) & (p <= high)).all()) and int((~same).sum()) <= p.numel() // 100
 

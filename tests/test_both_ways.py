@@ -32,7 +32,7 @@ def mixed():
     return [*weights(SHAPES, torch.bfloat16), *weights(SHAPES[:4]), *weights(SHAPES[3:], torch.float16)]
 
 
-def trained(rank, world, ways, seed=0, members=None):
+def trained(rank, world, ways):
     """{way: (hash of the parameters, norms)} after a few steps on exact gradients; compared with torch."""
     found = {}
     for way, options in ways.items():
@@ -42,7 +42,7 @@ def trained(rank, world, ways, seed=0, members=None):
         norms = []
         for k in range(3):
             for side, optimizer in ((params, opt), (plain.params, plain)):
-                grads = [exact(p.shape, seed + rank, k, i, ranks=world) for i, p in enumerate(side)]
+                grads = [exact(p.shape, rank, k, i, ranks=world) for i, p in enumerate(side)]
                 if k == 1:  # two backwards in a cycle
                     backward(side, grads)
                 backward(side, grads)
@@ -94,7 +94,7 @@ def test_the_functions_that_nccl_gets(world):
 
 
 def large(rank, world, options):
-    """Means near the largest fp16 value, of sums that are far above it; and small ones that must not underflow."""
+    """Means near the largest fp16 value, of sums that are far above it."""
     p = nn.Parameter(torch.zeros(1000, dtype=torch.float16))
     opt = Zero1AdamW([p], **OPTIONS, **options)
     backward([p], [torch.full((1000,), 60000.0)])
@@ -103,11 +103,6 @@ def large(rank, world, options):
     assert not opt.step_skipped
     torch.testing.assert_close(float(norm), 60000.0 * 1000**0.5, rtol=1e-6, atol=0.0)
     torch.testing.assert_close(opt.full_param_state(p)["exp_avg"], torch.full((1000,), 6000.0), rtol=1e-5, atol=0.0)
-    opt.zero_grad()
-    small = nn.Parameter(torch.zeros(1000, dtype=torch.float16))
-    opt = Zero1AdamW([small], **OPTIONS, **options)
-    backward([small], [torch.full((1000,), 2.0**-14)])
-    assert float(opt.clip_grad_norm_(1.0)) == pytest.approx(2.0**-14 * 1000**0.5, rel=1e-6)
 
 
 @pytest.mark.parametrize("world", [2, 3, 4])

@@ -6,12 +6,14 @@ copy those, and what a method rebinds on a copy is lost.
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import MutableMapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel as DDP
 
 from . import ops
 from .collectives import Ranks
@@ -50,6 +52,7 @@ class Engine:
         self.param_group = torch.zeros(0, dtype=torch.int32)
 
         self.steps_made = 0
+        self.warned = False
         self.clip: Tensor | None = None  # [factor, norm] of a clip_grad_norm_ that waits for its step
         self.last_norm: Tensor | None = None
         self.whole: dict[str, Any] | None = None  # consolidate_state_dict()'s result
@@ -116,6 +119,8 @@ class Engine:
             if scaled and not thawed and all(p.grad is None for p in roster.params):
                 faults.append((RuntimeError, "a loss scaler is at work but no parameter has a gradient"))
             touched = r.touched(suspicious)
+            if touched and r.syncs < 2 and not scaled:
+                self._warn_touched()
             if self.settings.skip_nonfinite or scaled or max_norm is not None:
                 self._add_norms()
             facts = self._facts(max_norm, scaled, edited, thawed)
@@ -161,6 +166,19 @@ class Engine:
             for row, arena in zip(self.norms[len(r.runs) :], self.roster.arenas, strict=True):
                 row.zero_()
                 arena.add_norm(row)
+
+    def _warn_touched(self) -> None:
+        if self.warned:
+            return
+        self.warned = True
+        if any(isinstance(o, DDP) and any(p in self.roster.places for p in o.parameters()) for o in gc.get_objects()):
+            text = "DistributedDataParallel is around the model: it is not needed, and every gradient is sent twice"
+        else:
+            text = (
+                "gradients were changed between backward and step(), and are reduced again. "
+                "torch.nn.utils.clip_grad_norm_ clips by this rank's own norm; use opt.clip_grad_norm_"
+            )
+        warnings.warn(text, stacklevel=2)
 
     def _facts(
         self, max_norm: float | None, scaled: bool, edited: list[int], thawed: list[torch.nn.Parameter]

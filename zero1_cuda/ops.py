@@ -235,10 +235,38 @@ def step_control(
     )
 
 
+def stream_limit(
+    grad: Tensor,
+    param: Tensor,
+    master: Tensor | None,
+    remainder: Tensor | None,
+    exp_avg: Tensor,
+    exp_avg_sq: Tensor,
+    max_exp_avg_sq: Tensor | None,
+) -> None:
+    """Reads and writes the streams of `adam_step`, element 0 onwards, with next to no arithmetic: for benchmarks, what
+    the machine could do.
+
+        master += 2^-20;  exp_avg += grad;  exp_avg_sq += 2^-20;  max_exp_avg_sq += 2^-20;  param = master, truncated
+
+    Args:
+        grad: [n] float32, float16 or bfloat16. The others have n elements at least; their dtypes as in `adam_step`.
+            float16 is taken for bfloat16: only the bits are moved.
+
+    Raises:
+        RuntimeError: a tensor has another dtype, shape or device than stated.
+    """
+    _need_cuda(grad)
+    torch.ops.zero1.stream_limit(grad, param, master, remainder, exp_avg, exp_avg_sq, max_exp_avg_sq)
+
+
 def _nothing(*args: Any, **kwargs: Any) -> None:
     """The fake implementation of all ops: they only write into their arguments."""
 
 
 _register_fake: Callable[..., Any] = torch.library.register_fake
-for _op in ("adam_step", "refresh_masters", "grad_norm", "sum_slices", "pack_control", "clip_factor", "step_control"):
+for _op in (
+    "adam_step", "refresh_masters", "grad_norm", "sum_slices", "pack_control", "clip_factor", "step_control",
+    "stream_limit",
+):  # fmt: skip
     _register_fake(f"zero1::{_op}", _nothing)

@@ -21,6 +21,7 @@ from .layout import Bucket
 from .profile import profiled
 from .roster import Roster
 
+RETRY_STEPS = 32  # for so many steps early reduction is left out where it was in vain
 SAMPLES = 64  # elements per bucket that are compared to notice writes that autograd's version counter does not show
 
 
@@ -91,6 +92,9 @@ class Reducer:
         self.next = 0  # the bucket whose turn it is
         self.task = -1  # autograd's number of the backward that is running
         self.fired: set[torch.nn.Parameter] = set()
+        self.again: set[int] = set()  # buckets reduced again in this cycle
+        self.in_vain = 0  # steps in a row before which every bucket was touched
+        self.late_steps = 0  # steps still to come without early reduction
         self.displaced = False  # a parameter was moved to another device; buffers follow in the step
 
     # -- set-up ----------------------------------------------------------------------------------------------------
@@ -161,7 +165,7 @@ class Reducer:
         if self.quiet or self.ranks.alone:
             return
         self._enter_backward()
-        if self.overlap and self.syncs == 1 and p not in self.fired:
+        if self.early and self.syncs == 1 and p not in self.fired:
             self.fired.add(p)
             run.waiting -= 1
             if run.waiting == 0 and not self.displaced:
@@ -194,7 +198,7 @@ class Reducer:
 
     def _leave_backward(self) -> None:
         self.task = -1
-        if self.overlap and not self.displaced:
+        if self.early and not self.displaced:
             self.reduce_all()
         if self.amp and not self.displaced:
             self.flag_round(in_backward=True)
@@ -233,6 +237,7 @@ class Reducer:
 
     def reduce_again(self, touched: set[int]) -> None:
         """Reduces the touched buckets anew, in bucket order."""
+        self.again |= touched
         for number in sorted(touched):
             run = self.runs[number]
             run.fill()
@@ -264,8 +269,27 @@ class Reducer:
                         return [(RuntimeError, text)]
         return []
 
+    @property
+    def early(self) -> bool:
+        """Whether the next backward reduces."""
+        return self.overlap and not self.late_steps
+
+    def _learn(self) -> None:
+        """Where all gradients are changed before every step (by DDP around the model, by torch's clip_grad_norm_) an
+        early reduction only has to be made again: it is left out, and tried anew from time to time. All ranks know the
+        same, so all do the same."""
+        if self.late_steps:
+            self.late_steps -= 1
+            return
+        self.in_vain = self.in_vain + 1 if self.runs and len(self.again) == len(self.runs) else 0
+        if self.in_vain > 1:
+            self.late_steps = RETRY_STEPS
+
     def end_cycle(self, stepped: bool = False) -> None:
         """After a step, or an error on all ranks: the next backward reduces afresh."""
+        if stepped:
+            self._learn()
+        self.again.clear()
         self.next = self.syncs = 0
         self.task = -1
         self.faults.clear()
@@ -320,7 +344,7 @@ class Reducer:
 
     def _non_finite(self) -> Tensor:
         """int64 0-d: whether this rank has a non-finite gradient, or a mean that is."""
-        if self.overlap and self.syncs == 1 and self.exchange:
+        if self.early and self.syncs == 1 and self.exchange:
             counts = torch.stack([run.norm[ops.NORM_NON_FINITE] for run in self.runs])
         else:
             counts = torch.stack([(~torch.isfinite(run.grads)).any() for run in self.runs])

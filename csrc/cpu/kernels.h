@@ -12,6 +12,7 @@ void adam_step(const AdamStepArgs& args, int64_t chunk_begin, int64_t chunk_end)
 void refresh_masters(const RefreshMastersArgs& args, int64_t chunk_begin, int64_t chunk_end);
 void grad_norm(const GradNormArgs& args, int64_t chunk_begin, int64_t chunk_end, int64_t* norm);
 void sum_slices(const SumSlicesArgs& args, int64_t chunk_begin, int64_t chunk_end, int64_t* norm);
+void stream_limit(const StreamLimitArgs& args, int64_t chunk_begin, int64_t chunk_end);
 
 void pack_control(const PackControlArgs& args);
 void clip_factor(const ClipFactorArgs& args);
