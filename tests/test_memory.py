@@ -6,7 +6,6 @@ backward and step need no more than two buckets besides.
 import ctypes
 import gc
 import pathlib
-import threading
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch import nn
 
 from zero1_cuda import Zero1AdamW
 
-STATUS = pathlib.Path("/proc/self/status")
+STATUS, CLEAR_REFS = pathlib.Path("/proc/self/status"), pathlib.Path("/proc/self/clear_refs")
 BF16 = torch.bfloat16
 
 
@@ -37,7 +36,7 @@ def live():
 class Model(nn.Module):
     """The shapes of a small transformer: about two million parameters."""
 
-    def __init__(self, width=192, layers=4, vocabulary=1000):
+    def __init__(self, width=192, layers=4, vocabulary=2000):
         super().__init__()
         self.tokens = nn.Embedding(vocabulary, width)
         sizes = [(3 * width, width), (width, width), (4 * width, width), (width, 4 * width)]
@@ -80,7 +79,7 @@ def test_bytes_are_those_of_the_formula(world, overlap):
         assert report["params"] == pytest.approx(2 * numel, rel=0.02)
         assert report["grads"] == pytest.approx(2 * numel, rel=0.02)
         assert report["state"] == pytest.approx(state, rel=0.002)
-        assert report["buffers"] == pytest.approx((per_rank - 12 / world) * numel, abs=0.02 * numel)
+        assert report["buffers"] == pytest.approx((per_rank - 12 / world) * numel, abs=0.05 * numel)
         assert report["total"] == pytest.approx(total, abs=50_000)
         assert report["total"] == report["params"] + report["grads"] + report["state"] + report["buffers"]
         assert report["predicted"] == 4 * numel + -(-12 * numel // world)
@@ -158,55 +157,34 @@ class Ones(torch.autograd.Function):
         return torch.ones((), dtype=ctx.like.dtype).expand_as(ctx.like), grad
 
 
-def resident():
-    return 1024 * int(STATUS.read_text().partition("VmRSS:")[2].split()[0])
-
-
-class Peak:
-    """The highest resident memory inside a `with`, looked at every fraction of a millisecond."""
-
-    def __enter__(self):
-        gc.collect()
-        ctypes.CDLL(None).malloc_trim(0)
-        self.done = False
-        self.before = self.highest = resident()
-        self.thread = threading.Thread(target=self._watch)
-        self.thread.start()
-        return self
-
-    def _watch(self):
-        while not self.done:
-            self.highest = max(self.highest, resident())
-
-    def __exit__(self, *error):
-        self.done = True
-        self.thread.join()
-        self.rise = self.highest - self.before
+def status(field):
+    """Bytes, from /proc/self/status."""
+    return 1024 * int(STATUS.read_text().partition(field + ":")[2].split()[0])
 
 
 def rise(rank, world, options):
+    """MiB by which the highest resident memory of a backward and a step is above that before them."""
+    ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed goes back at once
     params = [nn.Parameter(torch.zeros(2**18, dtype=BF16)) for _ in range(64)]  # 32 MiB
     opt = Zero1AdamW(params, bucket_cap_mb=4, **options)
-
-    def backward():
+    rises = []
+    for k in range(6):
         loss = torch.zeros((), requires_grad=True)
         for p in params:
             loss = Ones.apply(p, loss)
+        before = status("VmRSS")
+        CLEAR_REFS.write_text("5")  # the peak begins anew
         loss.backward()
-
-    rises = []
-    for k in range(5):
-        with Peak() as one:
-            backward()
-            opt.step()
+        opt.step()
         if k >= 2:
-            rises.append(one.rise)
+            rises.append((status("VmHWM") - before) / 2**20)
         opt.zero_grad(set_to_none=k % 2 == 0)
-    return max(rises) / 2**20
+    return max(rises)
 
 
-@pytest.mark.skipif(not STATUS.exists(), reason="no /proc/self/status here")
+@pytest.mark.skipif(not CLEAR_REFS.exists(), reason="no /proc/self/clear_refs here")
 @pytest.mark.parametrize("options", [{}, {"overlap_reduce": False}], ids=str)
 @pytest.mark.parametrize("world", [2, 3])
 def test_backward_and_step_need_less_than_two_buckets(world, options):
-    assert max(run(world, rise, options)) < 2 * 4 + 1  # MiB; one for the allocator
+    most = max(run(world, rise, options))
+    assert 0 < most < 2 * 4 + 1  # MiB; one for the allocator

@@ -165,6 +165,10 @@ def _counts(text: str) -> list[int]:
     return [_count(part.strip()) for part in text.split(",")]
 
 
+def _names(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
+
+
 def _print_memory(args: argparse.Namespace) -> int:
     split = (
         args.master_weights == "split" and args.dtype == "bf16"
@@ -242,6 +246,23 @@ def _parser() -> argparse.ArgumentParser:
 
     command = commands.add_parser("bench", help="kernel throughput on this machine")
     command.add_argument("--json", metavar="FILE", help="write the figures there as well")
+    command.add_argument("--plot", metavar="FILE.png", help="draw throughput against size (needs matplotlib)")
+    command.add_argument("--quick", action="store_true", help="small sizes only")
+    command.add_argument("--sizes", type=_counts, metavar="N,N,...", help="numbers of parameters")
+    command.add_argument("--dtypes", type=_names, default=_names("bf16,fp16,fp32"), metavar="TYPE,...")
+    command.add_argument(
+        "--variants",
+        type=_names,
+        default=_names("plain,amsgrad,l2,split"),
+        metavar="NAME,...",
+        help="plain: with every dtype; the others: with the first dtype",
+    )
+    command.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda where it can be used")
+    command.add_argument(
+        "--iterations", type=_count, default=10, metavar="N", help="timed calls per row and contestant"
+    )
+    command.add_argument("--compile", action="store_true", help="torch.compile takes part")
+    command.add_argument("--cpu-level", metavar="NAME", help="instruction set of the CPU kernels; default: the widest")
     command.set_defaults(run=_run_bench)
     return parser
 

@@ -311,6 +311,7 @@ class _Loading:
     def apply(self) -> None:
         engine = self.engine
         for group, new in zip(engine.groups, self.groups, strict=True):
+            new["decoupled_weight_decay"] = engine.settings.decoupled  # as torch: the class says which, not the file
             for key, value in new.items():
                 if key == "lr" and torch.is_tensor(group.get("lr")):
                     group["lr"].fill_(float(value))

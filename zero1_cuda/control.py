@@ -7,6 +7,7 @@ one rank alone may see and must become an error on all. Facts that have to be eq
 
 from __future__ import annotations
 
+import struct
 import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -33,11 +34,10 @@ class Report:
     faults: list[tuple[type[Exception], str]] = field(default_factory=list)  # what this rank alone may have seen
 
 
-def _lanes(flags: Sequence[bool]) -> Tensor:
+def _lanes(flags: Sequence[bool]) -> bytes:
     """Flags as int16, four to an int64 word; sums over fewer than 2^15 ranks do not carry."""
-    t = torch.zeros(-(-len(flags) // 4) * 4, dtype=torch.int16)
-    t[: len(flags)] = torch.tensor(flags, dtype=torch.int16)
-    return t.view(torch.int64)
+    padding = -len(flags) % 4
+    return struct.pack(f"={len(flags)}h{2 * padding}x", *flags)
 
 
 class Agreement:
@@ -55,15 +55,16 @@ class Agreement:
         self.ranks, self.report, self.buckets = ranks, report, buckets
         head = [0] * ops.CONTROL_FLAGS
         head[ops.CONTROL_CONDITIONS] = len(report.faults)
-        parts = [_lanes(report.had_grad)]
+        lanes = _lanes(report.had_grad)
         if not ranks.alone:
             digest = zlib.crc32(repr([report.call, report.facts]).encode()) >> 1
             head[ops.CONTROL_TOUCHED] = int(bool(report.touched))
             head[ops.CONTROL_SYNC_RANKS] = int(report.syncs > 0)
             head[ops.CONTROL_SYNCS], head[ops.CONTROL_SYNCS2] = report.syncs, report.syncs**2
             head[ops.CONTROL_FACTS], head[ops.CONTROL_FACTS2] = digest, digest**2
-            parts.append(_lanes([b in report.touched for b in range(buckets)]))
-        self.control = torch.cat([torch.tensor(head, dtype=torch.int64), *parts]).to(norms.device)
+            lanes += _lanes([b in report.touched for b in range(buckets)])
+        words = bytearray(struct.pack(f"={len(head)}q", *head) + lanes)
+        self.control = torch.frombuffer(words, dtype=torch.int64).to(norms.device)
         ops.pack_control(norms, found_inf, grad_scale, self.control)
         if ranks.replica:  # replicas hold the same slices: they count once
             self.control[: ops.NORM_LIMBS] = 0

@@ -48,6 +48,7 @@ class Engine:
         self.steps = torch.zeros(0, dtype=int64)  # [parameters]: how often each was updated
         self.skipped = torch.zeros(2, dtype=int64)  # steps skipped in all; whether the last one was
         self.norms = torch.zeros(0, ops.NORM_WORDS, dtype=int64)  # a row per bucket, then one per arena
+        self.arena_norms: list[Tensor] = []  # the latter rows
         self.scalars = torch.zeros(0, ops.SCALAR_WORDS)
         self.param_group = torch.zeros(0, dtype=torch.int32)
 
@@ -72,6 +73,7 @@ class Engine:
         norms = torch.zeros(buckets + len(roster.arenas), ops.NORM_WORDS, dtype=torch.int64, device=device)
         known = len(self.reducer.runs)
         norms[:known] = self.norms[:known].to(device)
+        self.arena_norms = list(norms[buckets:])
         self.steps, self.norms, self.skipped = steps, norms, self.skipped.to(device)
         self.scalars = torch.zeros(len(roster.params), ops.SCALAR_WORDS, device=device)
         self.reducer.set_arenas(roster.arenas, norms)
@@ -163,7 +165,7 @@ class Engine:
         """Sums of squares that the reduction itself has not taken."""
         r = self.reducer
         if self.ranks.alone or not r.takes_norm:
-            for row, arena in zip(self.norms[len(r.runs) :], self.roster.arenas, strict=True):
+            for row, arena in zip(self.arena_norms, self.roster.arenas, strict=True):
                 row.zero_()
                 arena.add_norm(row)
 

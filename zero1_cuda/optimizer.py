@@ -70,7 +70,7 @@ class _Zero1(Optimizer):
             _check_options(defaults)
             if defaults["differentiable"]:
                 raise ValueError("differentiable=True: autograd through the fused step is not supported")
-            super().__init__(params, defaults)
+            super().__init__(params, {**defaults, "decoupled_weight_decay": self._decoupled})
             self._check_groups(self.param_groups)
         except Exception as e:
             error = e
