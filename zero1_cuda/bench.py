@@ -154,11 +154,15 @@ class Streams:
             if self.casts:
                 param.copy_(master)
 
-        torch._dynamo.reset()  # type: ignore[no-untyped-call]  # or the last sizes would count as recompilations
+        torch._dynamo.reset()  # or the last sizes would count as recompilations
         compiled = torch.compile(adam, dynamic=False, fullgraph=True)
-        args = (self.grad, self.param, self.master32, *self.moments, self.maximum)
-        compiled(*args)
-        return lambda: compiled(*args)
+        m, v = self.moments
+
+        def run() -> None:
+            compiled(self.grad, self.param, self.master32, m, v, self.maximum)
+
+        run()
+        return run
 
     def deepspeed(self) -> Contestant:
         adam = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
@@ -237,7 +241,7 @@ class Clock:
         return lambda: float(events[0].elapsed_time(events[1]))
 
     def race(self, calls: dict[str, Contestant], iterations: int, stream_bytes: int) -> dict[str, list[float]]:
-        """Milliseconds of each call, sorted. They take turns, and who begins changes, so that all see the same machine."""
+        """Milliseconds of each call, sorted. They take turns, and who begins changes: all see the same machine."""
         if iterations < 1:
             raise ValueError(f"iterations: at least 1 wanted, got {iterations}")
         cold = self.device == "cuda" or stream_bytes < 4 * self.cache

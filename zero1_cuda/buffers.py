@@ -124,6 +124,7 @@ class Arena:
         self.max_begin: dict[int, int] = {}
         self.chunk_segment = layout.chunk_segments(self.pieces).to(self.device)
         self.segments = torch.empty(0)
+        self.bucket_tables: dict[int, tuple[Tensor, Tensor]] = {}
         self.set_amsgrad(amsgrad)
 
     # -- parameters and gradients ----------------------------------------------------------------------------------
@@ -220,6 +221,7 @@ class Arena:
                 )
             )
         self.segments = torch.tensor(rows, dtype=torch.int64).reshape(-1, ops.SEGMENT_WORDS).to(self.device)
+        self.bucket_tables.clear()
 
     def _mode(self, dtype: torch.dtype) -> str:
         if dtype not in SIXTEEN_BIT:
@@ -336,22 +338,42 @@ class Arena:
         """Adds the sum of squares of the reduced shard to `norm`, int64 [NORM_WORDS]."""
         ops.grad_norm(self.segments, self.chunk_segment, [self.reduced[d] for d in self.dtypes], norm)
 
-    def step(self, scalars: Tensor) -> None:
-        """The fused step over the shard."""
+    def step(self, scalars: Tensor, bucket: int | None = None) -> None:
+        """The fused step over the shard, or over this rank's slice of one bucket."""
         assert self.exp_avg is not None
         assert self.exp_avg_sq is not None
+        segments, chunk_segment, exp_avg, exp_avg_sq = self.segments, self.chunk_segment, self.exp_avg, self.exp_avg_sq
+        if bucket is not None:
+            b = self.layout.buckets[bucket]
+            segments, chunk_segment = self._bucket_tables(bucket)
+            exp_avg = exp_avg[b.shard_begin : b.shard_begin + b.slice_numel]
+            exp_avg_sq = exp_avg_sq[b.shard_begin : b.shard_begin + b.slice_numel]
         ops.adam_step(
-            self.segments,
-            self.chunk_segment,
+            segments,
+            chunk_segment,
             scalars,
             [self.reduced[d] for d in self.dtypes],
             [self.flat_params[d] for d in self.dtypes],
             self.master,
             self.remainder,
-            self.exp_avg,
-            self.exp_avg_sq,
+            exp_avg,
+            exp_avg_sq,
             self.max_exp_avg_sq,
         )
+
+    def _bucket_tables(self, bucket: int) -> tuple[Tensor, Tensor]:
+        """The rows of one bucket, counted from its slice's begin."""
+        if bucket not in self.bucket_tables:
+            b = self.layout.buckets[bucket]
+            rows = [s for s, piece in enumerate(self.pieces) if piece.bucket == bucket]
+            first = rows[0] if rows else 0
+            segments = self.segments[first : first + len(rows)].clone()
+            segments[:, 0] -= b.shard_begin
+            chunks = slice(b.shard_begin // ops.CHUNK, (b.shard_begin + b.slice_numel) // ops.CHUNK)
+            chunk_segment = self.chunk_segment[chunks]
+            chunk_segment = torch.where(chunk_segment < 0, chunk_segment, chunk_segment - first)
+            self.bucket_tables[bucket] = (segments, chunk_segment)
+        return self.bucket_tables[bucket]
 
     def refresh_masters(self, edited: Tensor) -> None:
         """Masters := weights where they differ, for the parameters marked in `edited`, uint8 [all parameters]."""
@@ -377,7 +399,7 @@ class Arena:
             "params": list(self.flat_params.values()),
             "grads": list(self.flat_grads.values()),
             "state": [t for t in state if t is not None],
-            "buffers": [*apart, self.segments, self.chunk_segment],
+            "buffers": [*apart, self.segments, self.chunk_segment, *sum(self.bucket_tables.values(), ())],
         }
 
     def padding_bytes(self) -> int:

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 from . import ops
+from .buffers import Arena
 from .collectives import Ranks
 from .control import Agreement, Report, raise_together, words_faulty
 from .group_options import GroupOptions
@@ -96,11 +97,17 @@ class Engine:
     # -- settling: every gradient reduced, all ranks agreed ----------------------------------------------------------
 
     def settle(
-        self, call: str, max_norm: float | None, grad_scale: Tensor | None, found_inf: Any, scaled: bool
+        self,
+        call: str,
+        max_norm: float | None,
+        grad_scale: Tensor | None,
+        found_inf: Any,
+        scaled: bool,
+        flows: bool = False,
     ) -> tuple[Agreement, list[int]]:
         """Collective: the mean of every gradient as the user left it; -> the agreement, numbers of edited weights.
 
-        On CPU parameters anything wrong on any rank is raised on all. On CUDA the host does not wait: the agreement
+        With `flows` in-place reduction is left to the caller. On CPU parameters anything wrong on any rank is raised on all. On CUDA the host does not wait: the agreement
         stops the kernels, and the next step raises.
         """
         r, ranks, roster = self.reducer, self.ranks, self.roster
@@ -115,7 +122,10 @@ class Engine:
         found_inf = found_inf if isinstance(found_inf, Tensor) else None
         agreed = r.overlap or ranks.alone or not cpu  # in-place reduction must not start before all ranks have agreed
         while True:
-            if agreed:
+            if flows and not r.overlap:
+                r.fill_all()
+                agreed = True
+            elif agreed:
                 r.reduce_all()
             r.join_flag_rounds()
             if scaled and not thawed and all(p.grad is None for p in roster.params):
@@ -205,7 +215,9 @@ class Engine:
         self.ready()
         self.last_norm = self.whole = None
         scaled = grad_scale is not None or found_inf is not None
-        agreement, edited = self.settle("step", s.max_grad_norm, grad_scale, found_inf, scaled)
+        # Nothing depends on all gradients: buckets may flow from reduction through the kernel to the gather.
+        flows = not (s.skip_nonfinite or scaled or s.max_grad_norm or self.clip is not None or self.ranks.alone)
+        agreement, edited = self.settle("step", s.max_grad_norm, grad_scale, found_inf, scaled, flows)
         if not self.roster.params:
             return
         clip, self.clip = self.clip, None
@@ -228,16 +240,24 @@ class Engine:
             self.scalars,
             self.skipped,
         )
-        with profiled("zero1.adam_step"):
+        if flows:
+            for run in r.flow():
+                self._adam_step(run.arena, run.bucket.index)
+                r.start_gather(run)
+        else:
             for arena in self.roster.arenas:
-                arena.step(self.scalars)
-        r.start_gathers()
+                self._adam_step(arena, None)
+            r.start_gathers()
         if not s.gather_early:
             r.finish_gathers()
         r.amp = scaled
         r.end_cycle(stepped=True)
         self.steps_made += 1
         self._look_later(agreement)
+
+    def _adam_step(self, arena: Arena, bucket: int | None) -> None:
+        with profiled("zero1.adam_step"):
+            arena.step(self.scalars, bucket)
 
     def clip_grad_norm(self, max_norm: float, grad_scale: Tensor | None) -> Tensor:
         """Collective: the norm of the averaged gradients; the factor waits for the next step."""

@@ -9,7 +9,7 @@ makes its bucket *touched*, and a touched bucket is reduced again in the step.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -83,7 +83,7 @@ class Reducer:
         self.runs: list[BucketRun] = []
         self.place: dict[torch.nn.Parameter, tuple[BucketRun, int]] = {}
         self.scratch = Scratch()
-        self.flying: list[Pending] = []
+        self.flying: list[tuple[BucketRun, Pending]] = []
         self.quiet = 0  # depth of no_sync()
         self.amp = True  # a loss scaler may be at work: until a step was made without one
         self.faults: dict[str, type[Exception]] = {}
@@ -217,13 +217,15 @@ class Reducer:
         # An exchange holds world_size - 1 slices: as many in flight as stay under two buckets.
         limit = (3 if self.ranks.world_size <= 2 else 2) if self.exchange else len(self.runs)
         while len(self.flying) >= limit:
-            self.flying.pop(0).finish()
+            self._finish_first()
         run.norm.zero_()
         norm = run.norm if self.takes_norm else None
         with profiled("zero1.reduce_scatter"):
-            self.flying.append(
-                self.ranks.start_reduction(run.grads, run.out, norm, self.scratch, run.number + 1, self.exchange)
-            )
+            pending = self.ranks.start_reduction(run.grads, run.out, norm, self.scratch, run.number + 1, self.exchange)
+        self.flying.append((run, pending))
+
+    def _finish_first(self) -> None:
+        self.flying.pop(0)[1].finish()
 
     def reduce_all(self) -> None:
         """Reduces, once per cycle, every bucket that has not been; waits for all."""
@@ -247,8 +249,23 @@ class Reducer:
 
     def _join(self) -> None:
         while self.flying:
-            self.flying.pop(0).finish()
+            self._finish_first()
         self.scratch.clear()
+
+    def flow(self) -> Iterator[BucketRun]:
+        """Reduces what has not been reduced; every bucket in order, as soon as it is there and with the next on its way."""
+        for run in self.runs:
+            while self.next < len(self.runs) and self.next <= run.number + 1:
+                self._launch(self.runs[self.next])
+            while any(flying is run for flying, _ in self.flying):
+                self._finish_first()
+            yield run
+        self._join()
+
+    def fill_all(self) -> None:
+        """Every gradient buffer as the gradients are now, before anything is reduced."""
+        for run in self.runs[self.next :]:
+            run.fill()
 
     def touched(self, suspicious: bool = False) -> set[int]:
         """Buckets whose gradients are not those that were reduced. suspicious: they may have been scaled unseen."""
@@ -354,10 +371,13 @@ class Reducer:
 
     def start_gathers(self) -> None:
         """Starts the all-gather of every bucket, in order."""
-        if self.ranks.world_size == 1:
-            return
-        with profiled("zero1.all_gather"):
-            for run in self.runs:
+        for run in self.runs:
+            self.start_gather(run)
+
+    def start_gather(self, run: BucketRun) -> None:
+        """Starts the all-gather of one bucket."""
+        if self.ranks.world_size > 1:
+            with profiled("zero1.all_gather"):
                 run.gather = self.ranks.start_gather(run.params)
 
     def finish_gathers(self, runs: list[BucketRun] | None = None) -> None:
