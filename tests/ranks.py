@@ -149,7 +149,7 @@ def weights(shapes: Iterable[Sequence[int]], dtype: torch.dtype = torch.float32)
 def mean_grad(p: Tensor, grad: Tensor | None, group: Any = None) -> Tensor | None:
     """fp32: the mean over ranks of a gradient, summed in fp32; None where no rank has one."""
     if not dist.is_initialized():
-        return None if grad is None else grad.float()
+        return None if grad is None else grad.float().contiguous().clone()
     has = torch.tensor(float(grad is not None))
     dist.all_reduce(has, group=group)
     if not has:
@@ -190,7 +190,9 @@ class Plain:
         own = [p.grad for p in self.params]
         for p, grad in zip(self.params, own, strict=True):
             p.grad = mean_grad(p, grad, self.group)
-        self.norm = torch.nn.utils.clip_grad_norm_(self.params, float("inf") if max_norm is None else max_norm)
+        self.norm = torch.nn.utils.get_total_norm([p.grad for p in self.params if p.grad is not None])
+        if max_norm is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.params, max_norm, self.norm)
         self.opt.step()
         for p, grad in zip(self.params, own, strict=True):
             p.grad = grad
@@ -245,5 +247,5 @@ def snapshot(opt: Any, params: Sequence[Tensor]) -> list[Tensor]:
     """Collective: copies of everything a step may change."""
     out = [p.detach().clone() for p in params]
     for p in params:
-        out += [t.clone() for t in opt.full_param_state(p).values()]
+        out += [t.clone() for _, t in sorted(opt.full_param_state(p).items())]
     return out

@@ -30,8 +30,10 @@ def view_of(flat: Tensor, begin: int, shape: Sequence[int], stride: Sequence[int
     With `own_storage` it has a storage object of its own over the same memory: savers that look for tied weights
     compare storage objects, and would take all views of one tensor for a single weight.
     """
-    if not own_storage or flat.device.type == "meta":
+    if not own_storage:
         return flat.as_strided(shape, stride, flat.storage_offset() + begin)
+    if flat.device.type == "meta":  # no storage to slice; .data has at least a version counter of its own
+        return flat.as_strided(shape, stride, flat.storage_offset() + begin).data
     numel = math.prod(int(n) for n in shape)
     size = flat.element_size()
     begin += int(flat.storage_offset())

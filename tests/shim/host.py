@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import subprocess
+import tempfile
 from ctypes import POINTER, Structure, byref, c_bool, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 
@@ -22,9 +24,18 @@ DTYPES = [torch.float32, torch.float16, torch.bfloat16]  # enum DType
 OWN, FP32, SPLIT = range(3)  # enum MasterMode
 
 
-def build(library: Path, flags: list[str]) -> None:
+@functools.cache
+def _compiled(flags: tuple[str, ...]) -> bytes:
     sources = [*sorted((CSRC / "cuda").glob("*.cu")), TESTS / "shim" / "entry.cpp"]
-    subprocess.run([*COMPILE, *flags, "-x", "c++", *map(str, sources), "-o", str(library)], check=True)
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder) / "kernels.so"
+        subprocess.run([*COMPILE, *flags, "-x", "c++", *map(str, sources), "-o", str(library)], check=True)
+        return library.read_bytes()
+
+
+def build(library: Path, flags: list[str]) -> None:
+    """Writes the library; it is compiled once per process and set of flags."""
+    library.write_bytes(_compiled(tuple(flags)))
 
 
 # The structs of step_args.h.
