@@ -272,11 +272,11 @@ def percentile(ordered: Sequence[float], q: float) -> float:
     return ordered[low] + (at - low) * (ordered[high] - ordered[low])
 
 
-def copy_gb_s(device: str, iterations: int) -> float:
+def copy_gb_s(clock: Clock, iterations: int) -> float:
     """Bandwidth of a large copy, bytes read plus bytes written: what the device gives to the simplest kernel."""
-    source = torch.ones(min(2**30, memory_free(device) // 8) // 4, device=device)
+    source = torch.ones(min(2**30, memory_free(clock.device) // 8) // 4, device=clock.device)
     target = torch.empty_like(source)
-    times = Clock(device, 0).race({"copy": lambda: target.copy_(source)}, iterations, 2 * source.nbytes)["copy"]
+    times = clock.race({"copy": lambda: target.copy_(source)}, iterations, 2 * source.nbytes)["copy"]
     return 2 * source.nbytes / 1e6 / percentile(times, 0.5)
 
 
@@ -393,7 +393,7 @@ def run(
         "iterations": iterations,
         "warm_up": WARM_UP,
         "cold_cache": clock.describe(),
-        "copy_gb_s": copy_gb_s(device, iterations) if device == "cuda" else None,
+        "copy_gb_s": copy_gb_s(clock, iterations) if device == "cuda" else None,
         "left_out": {},
         "rows": [],
     }
@@ -406,6 +406,8 @@ def run(
     for numel in sizes:
         for dtype, variant in pairs:
             gc.collect()  # optimizers and compiled code of the last row hold its buffers in cycles
+            if device == "cuda":
+                torch.cuda.empty_cache()  # memory_free() counts what the allocator holds as taken
             needed, free = memory_needed(numel, dtype, variant), memory_free(device)
             if needed > 0.8 * free:
                 text = f"needs {needed / 1e9:.1f} GB of memory, {free / 1e9:.1f} GB are free"
@@ -417,8 +419,6 @@ def run(
                 row["share_of_copy"] = row["gb_s"] / result["copy_gb_s"]
             result["rows"].append(row)
             show(line(row))
-            if device == "cuda":
-                torch.cuda.empty_cache()  # memory_free() counts what the allocator holds as taken
     for name in ("compile", "deepspeed"):
         if name in result["left_out"]:
             show(f"{name} left out: {result['left_out'][name]}")

@@ -159,7 +159,7 @@ class Arena:
         p, view = self.params[k], self.grad_views[k]
         if grad is view:  # its `.data` was replaced: the object no longer lies in the buffer
             view = self.grad_views[k] = self._grad_view(k)
-        view.copy_(grad)
+        view.copy_(grad.detach() if grad.requires_grad else grad)  # (backward with create_graph=True)
         p.grad = view
         self.dirty[k] = True
 

@@ -76,8 +76,6 @@ class _Zero1(Optimizer):
             error = e
         groups = self.param_groups if error is None else []
         _agree_on_parameters(ranks, groups, error)
-        if error is not None:
-            raise error
         everything = [p for group in self.param_groups for p in group["params"]]
         if all(p.device.type != "meta" for p in everything):
             ranks.send_weights(everything)
@@ -231,11 +229,13 @@ class _Zero1(Optimizer):
             super().add_param_group(param_group)
             self._check_groups(self.param_groups)
         except Exception as e:
-            del self.param_groups[count:]
             error = e
-        built = _agree_on_parameters(engine.ranks, self.param_groups[count:], error, bool(engine.roster.arenas))
-        if error is not None:
-            raise error
+        new = [] if error else self.param_groups[count:]
+        try:
+            built = _agree_on_parameters(engine.ranks, new, error, bool(engine.roster.arenas))
+        except Exception:
+            del self.param_groups[count:]
+            raise
         group = self.param_groups[-1]
         if built:  # on any rank: then on all, so that all lay out the same sets
             engine.roster.build()
@@ -339,9 +339,11 @@ def _agree_on_parameters(
 ) -> bool:
     """Collective: ValueError on every rank if parameters differ or any rank has an error; -> whether any has built.
 
-    The rank that has the error raises it itself, after the others have been told.
+    The rank that has the error raises it as it is, after the others have been told.
     """
     if ranks.alone:
+        if error is not None:
+            raise error
         return built
     told = [[(tuple(p.shape), str(p.dtype), p.requires_grad) for p in group["params"]] for group in groups]
     digest = zlib.crc32(repr(told).encode())
@@ -350,7 +352,7 @@ def _agree_on_parameters(
     if failed or any(row[0] != rows[0][0] for row in rows):
         reports = ranks.gather_objects(str(error) if error else told)
         if error is not None:
-            return built
+            raise error
         if failed:
             raise ValueError("; ".join(f"rank {r}: {reports[r]}" for r in failed))
         raise ValueError(f"ranks pass different parameters: {_first_difference(reports)}")
