@@ -34,8 +34,9 @@ test-install: $(VENV)/.built
 	$(BIN)/python tests/install_matrix.py $(ARGS)
 
 bench: $(VENV)/.built
-	mkdir -p runs
-	$(BIN)/python -m zero1_cuda bench --json runs/bench.json
+	mkdir -p runs/bench
+	$(BIN)/python -m zero1_cuda bench --json runs/bench/kernels.json $(ARGS)
+	$(BIN)/python bench/collectives.py --json runs/bench/collectives.json
 
 lint: $(VENV)/.built
 	$(BIN)/ruff check .
@@ -43,8 +44,13 @@ lint: $(VENV)/.built
 	$(BIN)/mypy --strict zero1_cuda
 	$(BIN)/clang-format --dry-run --Werror $(CXX_SOURCES)
 
-gpu-check: $(VENV)/.built
-	$(BIN)/python bench/gpu_check.py $(ARGS)
+# Builds by itself, in place, so it also runs where nothing can be downloaded: with any python3 that has torch.
+gpu-check:
+	@python=$(BIN)/python; \
+	if [ ! -x $$python ]; then \
+		if $(PYTHON) -c 'import torch, setuptools' 2>/dev/null; then python=$(PYTHON); else $(MAKE) $(VENV)/.tools; fi; \
+	fi; \
+	$$python bench/gpu_check.py $(ARGS)
 
 clean:
 	rm -rf build dist *.egg-info zero1_cuda/*.so .pytest_cache .mypy_cache .ruff_cache .hypothesis $(VENV)/.built
@@ -62,5 +68,5 @@ $(VENV)/.built: $(VENV)/.tools pyproject.toml setup.py $(CXX_SOURCES)
 
 # what the tests of real clients train with; a test whose client is missing is skipped
 $(VENV)/.clients: $(VENV)/.built
-	$(BIN)/python -m pip install transformers accelerate lightning safetensors
+	$(BIN)/python -m pip install --no-build-isolation -e '.[clients]'
 	touch $@

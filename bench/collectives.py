@@ -2,8 +2,8 @@
 
     python bench/collectives.py [--ranks 2] [--numel 67108864] [--json FILE]
 
-One line per collective: median milliseconds and the ratio to torch's. Every call starts with a barrier and ends when all
-ranks have their result; the two ways alternate, so that both see the same machine.
+One line per collective: median milliseconds and the ratio to torch's. Every call starts with a barrier and ends when
+all ranks have their result; the two ways alternate, so that both see the same machine.
 """
 
 from __future__ import annotations
@@ -113,7 +113,8 @@ def main() -> None:
     print(f"{args.ranks} gloo ranks, {args.numel} bf16 elements, torch {torch.__version__}")
     for row in rows:
         print(
-            f"{row['what']:>8} {row['ms']:8.1f} ms   {row['torch']:>24} {row['torch_ms']:8.1f} ms   {row['ratio']:5.2f}x"
+            f"{row['what']:>8} {row['ms']:8.1f} ms   "
+            f"{row['torch']:>24} {row['torch_ms']:8.1f} ms   {row['ratio']:5.2f}x"
         )
     if args.json:
         with open(args.json, "w") as f:

@@ -143,8 +143,12 @@ def main(argv: list[str] | None = None) -> int:
             found = (isolated if args.isolate else in_process)(name, args.device, min(limit, left))
         found["seconds"] = round(time.monotonic() - started, 1)
         checks[name] = found
-        told = found.get("reason") or json.dumps({k: v for k, v in found["details"].items() if k != "rows"})
-        print(f"{found['status']}  {name:<10} {found['seconds']:>6.1f} s  {told}", flush=True)
+        details = found.get("details", {})
+        table = details.pop("table", None)
+        short = "" if table else ", ".join(f"{name} {value}" for name, value in details.items())
+        print(f"{found['status']}  {name:<10} {found['seconds']:>6.1f} s  {found.get('reason', short)}", flush=True)
+        for line in table or []:
+            print(f"    {line}")
     counts = {status: sum(c["status"] == status for c in checks.values()) for status in ("pass", "fail", "skip")}
     result = {**facts, "counts": counts, "seconds": round(time.monotonic() - begin, 1), "checks": checks}
     slug = re.sub(r"[^a-z0-9]+", "-", facts["device"].lower()).strip("-")

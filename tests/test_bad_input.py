@@ -2,6 +2,7 @@
 has changed then, and where that makes sense training goes on as though it had not happened.
 """
 
+import functools
 import time
 
 import pytest
@@ -178,17 +179,14 @@ def constructed(rank, world, name):
     begin = time.monotonic()
     kind, text = caught(Zero1AdamW, DIFFERENT[name]() if rank == 1 else shape_of((4, 3), (5,)))
     assert time.monotonic() - begin < 10
-    later = ""
-    if name in ("count", "shape", "order", "dtype", "groups", "requires_grad"):
+    later, groups = "ValueError", 1
+    if name in ("count", "shape", "order", "dtype", "requires_grad"):
         opt = Zero1AdamW(one())
-        group = DIFFERENT[name]() if rank == 1 else shape_of((4, 3), (5,))
-        group = [p for g in group for p in g["params"]][:1] if name == "groups" and rank == 1 else group
-        later, _ = caught(opt.add_param_group, {"params": group})
-        if later:
-            assert len(opt.param_groups) == 1
-            opt.step()
+        later, _ = caught(opt.add_param_group, {"params": DIFFERENT[name]() if rank == 1 else shape_of((4, 3), (5,))})
+        groups = len(opt.param_groups)
+        opt.step()
     trains(rank, world)
-    return kind, text, later
+    return kind, text, later, groups
 
 
 @pytest.mark.parametrize("name", DIFFERENT)
@@ -197,8 +195,9 @@ def test_different_parameters_on_one_rank(name):
     own = TypeError.__name__ if name in ("float64", "complex") else ValueError.__name__
     assert found[0][0] == "ValueError"
     assert found[1][0] == own
-    assert found[0][2] == found[1][2] == ("ValueError" if name in (
-        "count", "shape", "order", "dtype", "groups", "requires_grad") else "")  # fmt: skip
+    for _, _, later, groups in found:
+        assert later == "ValueError"
+        assert groups == 1
     if name == "shape":
         assert "(4, 3)" in found[0][1]
         assert "(3, 4)" in found[0][1]
@@ -291,25 +290,22 @@ def an_edit(params, opt, rank):
 
 
 def a_cast(params, opt, rank):
-    backward_of(params, rank, 9)
-    if rank == 1:
-        params[2].data = params[2].data.double()
-
-    def repair():
-        params[2].data = params[2].data.float()
-
-    return repair
+    return given_other_data(params, rank, params[2].data.double())
 
 
 def another_shape(params, opt, rank):
+    return given_other_data(params, rank, torch.zeros(299))
+
+
+def given_other_data(params, rank, data):
     backward_of(params, rank, 9)
     kept = params[2].data
     if rank == 1:
-        params[2].data = torch.zeros(299)
+        params[2].data = data
 
     def repair():
         params[2].grad = None
-        params[2].data = kept.clone()
+        params[2].data = kept.clone()  # on all ranks, so that it is a move on all
 
     return repair
 
@@ -327,17 +323,8 @@ def other_options(params, opt, rank):
 def clip_on_one(params, opt, rank):
     backward_of(params, rank, 9)
     if rank == 1:
-        assert caught(opt.clip_grad_norm_, 1.0)[0] == "RuntimeError"
-        opt.step = type(opt.step)(lambda self: self.raised, opt)  # its error has come already
-        raise_same = opt.step
-
-        def again():
-            raise RuntimeError("clip_grad_norm_")
-
-        opt.step = again
-        del raise_same
-        return lambda: opt.__dict__.pop("step")
-    return None
+        opt.step = functools.partial(opt.clip_grad_norm_, 1.0)
+    return lambda: opt.__dict__.pop("step", None)
 
 
 FAULTS = {  # name: (what happens, type of error, in the message)
@@ -358,7 +345,7 @@ FAULTS = {  # name: (what happens, type of error, in the message)
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_one_rank_alone_sees_is_an_error_on_all(name, options, first):
     _, kind, text = FAULTS[name]
-    for raised, told in run(2, loop, name, options, first):
+    for raised, told in run(2, loop, name, options, first, timeout=20):
         assert raised == kind
         assert text in told
 

@@ -180,6 +180,39 @@ def test_a_step_takes_less_than_the_sum_of_its_collectives():
     assert min(seconds for seconds, _ in run(2, timed, {"overlap_reduce": False})) > seconds + DELAY
 
 
+def pipeline(rank, world):
+    """What a step sends, in order: reductions ("isend") and gathers ("broadcast")."""
+    params = weights([(64, 64)] * 5)
+    plain = Plain(params, lr=0.01, eps=1e-4)
+    opt = Zero1AdamW(params, lr=0.01, eps=1e-4, bucket_cap_mb=0.01, overlap_reduce=False, skip_nonfinite=False)
+    log = []
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        for name, function in (("isend", dist.isend), ("broadcast", dist.broadcast)):
+
+            def logged(*args, name=name, function=function, **kwargs):
+                log.append(name)
+                return function(*args, **kwargs)
+
+            monkeypatch.setattr(dist, name, logged)
+        for k in range(3):
+            for side, optimizer in ((params, opt), (plain.params, plain)):
+                backward_of(side, rank, k)
+                log.clear()
+                optimizer.step()
+                if optimizer is opt:
+                    order = list(log)
+                optimizer.zero_grad()
+    plain.check(opt, params)
+    return order
+
+
+def test_buckets_flow_where_nothing_depends_on_all_of_them():
+    for order in run(2, pipeline):
+        assert order.count("isend") == 5
+        assert order.count("broadcast") == 10
+        assert order.index("broadcast") < 3  # the first bucket is gathered before the third is sent
+
+
 # -- order ------------------------------------------------------------------------------------------------------------
 
 

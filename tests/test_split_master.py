@@ -127,8 +127,16 @@ def test_all_pairs(header: ctypes.CDLL) -> None:
 
 @pytest.mark.slow
 def test_all_masters_with_torch_and_python(header: ctypes.CDLL) -> None:
-    part = torch.arange(2**22, dtype=torch.int64)
-    assert sum(check(header, signed(part + (k << 22))) for k in range(2**10)) == MOVED
+    part = torch.arange(2**16, dtype=torch.int32)
+
+    def some(k: int) -> int:
+        return sum(check(header, part + ((high << 16) - 2**31)) for high in range(k << 10, (k + 1) << 10))
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)  # a part fits into the cache of one core
+    with ThreadPoolExecutor() as pool:
+        assert sum(pool.map(some, range(64))) == MOVED
+    torch.set_num_threads(before)
 
 
 def test_one_bit_too_few(header: ctypes.CDLL) -> None:

@@ -139,6 +139,16 @@ def more(rank, world):
         opt.zero_grad()
         opt.step()  # no gradient anywhere
         assert meter.take() <= 8 * one
+        sent = []
+        for _ in range(5):  # all gradients change before every step: early reduction is given up
+            backward_of(params, rank, 0)
+            for p in params:
+                p.grad.mul_(0.5)
+            opt.step()
+            opt.zero_grad()
+            sent.append(meter.take())
+        assert sent[0] == 12 * one
+        assert sent[-1] == 8 * one
 
 
 def test_reducing_again_is_by_bucket():

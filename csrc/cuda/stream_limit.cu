@@ -9,21 +9,12 @@ namespace {
 
 constexpr float kStep = 0x1p-20f;  // small enough that values stay ordinary over many runs
 
-template <int n>
-__device__ __forceinline__ void add(float* p) {
-  float x[n];
-  load<kStream>(p, x);
-#pragma unroll
-  for (int i = 0; i < n; ++i) x[i] = x[i] + kStep;
-  store<kStream>(p, x);
-}
-
 // The n elements from `at` on.
-template <class T, MasterMode mode, int n>
+template <class T, MasterMode mode, bool amsgrad, int n>
 __device__ __forceinline__ void pass(const StreamLimitArgs& a, int64_t at) {
   T g[n], w[n];
   uint16_t r[n];
-  float p[n], m[n], v[n];
+  float p[n], m[n], v[n], x[n];
   T* param = static_cast<T*>(a.buffer.param) + at;
   load<kStream>(static_cast<const T*>(a.buffer.grad) + at, g);
   if constexpr (mode != kMasterFp32) load<kStream>(param, w);
@@ -31,6 +22,7 @@ __device__ __forceinline__ void pass(const StreamLimitArgs& a, int64_t at) {
   if constexpr (mode == kMasterSplit) load<kStream>(a.remainder + at, r);
   load<kStream>(a.exp_avg + at, m);
   load<kStream>(a.exp_avg_sq + at, v);
+  if constexpr (amsgrad) load<kStream>(a.max_exp_avg_sq + at, x);
 #pragma unroll
   for (int i = 0; i < n; ++i) {
     if constexpr (mode == kMasterOwn) p[i] = w[i];
@@ -38,6 +30,7 @@ __device__ __forceinline__ void pass(const StreamLimitArgs& a, int64_t at) {
     p[i] = p[i] + kStep;
     m[i] = m[i] + to_float(g[i]);
     v[i] = v[i] + kStep;
+    if constexpr (amsgrad) x[i] = x[i] + kStep;
     if constexpr (mode == kMasterSplit) r[i] = static_cast<uint16_t>(float_to_bits(p[i]));
     if constexpr (mode == kMasterOwn) {
       w[i] = p[i];
@@ -50,10 +43,11 @@ __device__ __forceinline__ void pass(const StreamLimitArgs& a, int64_t at) {
   if constexpr (mode == kMasterSplit) store<kStream>(a.remainder + at, r);
   store<kStream>(a.exp_avg + at, m);
   store<kStream>(a.exp_avg_sq + at, v);
-  if (a.max_exp_avg_sq) add<n>(a.max_exp_avg_sq + at);
+  if constexpr (amsgrad) store<kStream>(a.max_exp_avg_sq + at, x);
 }
 
-__global__ void __launch_bounds__(kThreads, 4) stream_limit_kernel(const __grid_constant__ StreamLimitArgs a) {
+template <bool amsgrad>
+__global__ void __launch_bounds__(kThreads, 3) stream_limit_kernel(const __grid_constant__ StreamLimitArgs a) {
   // pass() reads 8 elements of each stream at multiples of 8: aligned everywhere if the first ones are
   const bool wide =
       aligned(a.buffer.grad, a.buffer.param, a.master, a.remainder, a.exp_avg, a.exp_avg_sq, a.max_exp_avg_sq);
@@ -66,10 +60,10 @@ __global__ void __launch_bounds__(kThreads, 4) stream_limit_kernel(const __grid_
       using T = std::conditional_t<std::is_same_v<decltype(type), Half>, BFloat16, decltype(type)>;
       constexpr MasterMode kMode = decltype(mode)::value;
       if (count == kPerThread && wide) {
-        pass<T, kMode, kPerThread>(a, begin);
+        pass<T, kMode, amsgrad, kPerThread>(a, begin);
       } else {
 #pragma unroll 1
-        for (int i = 0; i < count; ++i) pass<T, kMode, 1>(a, begin + i);
+        for (int i = 0; i < count; ++i) pass<T, kMode, amsgrad, 1>(a, begin + i);
       }
     });
   }
@@ -78,7 +72,9 @@ __global__ void __launch_bounds__(kThreads, 4) stream_limit_kernel(const __grid_
 }  // namespace
 
 cudaError_t launch_stream_limit(const StreamLimitArgs& args, cudaStream_t stream) {
-  return launch<stream_limit_kernel>(blocks_for((args.numel + kChunk - 1) / kChunk), args, stream);
+  const int64_t blocks = blocks_for((args.numel + kChunk - 1) / kChunk);
+  return args.max_exp_avg_sq ? launch<stream_limit_kernel<true>>(blocks, args, stream)
+                             : launch<stream_limit_kernel<false>>(blocks, args, stream);
 }
 
 }  // namespace zero1

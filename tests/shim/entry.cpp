@@ -14,9 +14,10 @@ int shim_pack_control(const PackControlArgs* a) { return launch_pack_control(*a,
 int shim_clip_factor(const ClipFactorArgs* a) { return launch_clip_factor(*a, nullptr); }
 int shim_step_control(const StepControlArgs* a) { return launch_step_control(*a, nullptr); }
 
-void shim_set(int order, int64_t resident) {
+void shim_set(int order, int64_t resident, int64_t first_block) {
   host_shim::order = order;
   host_shim::resident = resident;
+  host_shim::first_block = first_block;
 }
 int64_t shim_launches() { return host_shim::launches; }
 

@@ -14,8 +14,8 @@ from torch import Tensor
 
 TESTS = Path(__file__).parent.parent
 CSRC = TESTS.parent / "csrc"
-COMPILE = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-Wno-unknown-pragmas", "-ffp-contract=off"]
-COMPILE += ["-fPIC", "-shared", "-DZERO1_HOST_SHIM"]
+COMPILE = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-Wno-unknown-pragmas"]
+COMPILE += ["-ffp-contract=off", "-fPIC", "-shared", "-DZERO1_HOST_SHIM"]
 COMPILE += [f"-I{folder}" for folder in (TESTS / "shim", CSRC / "cuda", CSRC / "include")]
 SANITIZE = ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 
@@ -108,12 +108,12 @@ class Shim:
 
     def __init__(self, library: Path) -> None:
         self._library = ctypes.CDLL(str(library))
-        self._library.shim_set.argtypes = [c_int, c_int64]
+        self._library.shim_set.argtypes = [c_int, c_int64, c_int64]
         self._library.shim_launches.restype = c_int64
         self.set("forward")
 
-    def set(self, order: str, resident: int = 3) -> None:
-        self._library.shim_set(ORDERS.index(order), resident)
+    def set(self, order: str, resident: int = 3, first_block: int = 0) -> None:
+        self._library.shim_set(ORDERS.index(order), resident, first_block)
 
     def launches(self) -> int:
         return self._library.shim_launches()

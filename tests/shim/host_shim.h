@@ -50,7 +50,8 @@ constexpr size_t kStack = 64 * 1024;
 // What the tests set and read.
 enum Order { kForward, kReverse, kShuffled };
 inline int order = kForward;
-inline int64_t resident = 3;  // blocks that the "device" holds: few, so that grid-stride loops take several turns
+inline int64_t resident = 3;     // blocks that the "device" holds: few, so that grid-stride loops take several turns
+inline int64_t first_block = 0;  // those before it are left out, where only the end of a huge grid is of interest
 inline int64_t launches = 0;
 
 inline int64_t resident_blocks() { return resident; }
@@ -155,9 +156,10 @@ cudaError_t launch(void (*kernel)(Params), int64_t blocks, int threads, const Ar
   ++launches;
   if (blocks < 1 || blocks > 0x7fffffff) die("a grid must have 1 to 2^31 - 1 blocks");
   if (block.fibers.size() != static_cast<size_t>(threads)) make_fibers(threads);
-  std::vector<int> threads_in_order(threads), blocks_in_order(blocks);
+  const int64_t first = std::min(first_block, blocks);
+  std::vector<int> threads_in_order(threads), blocks_in_order(blocks - first);
   std::iota(threads_in_order.begin(), threads_in_order.end(), 0);
-  std::iota(blocks_in_order.begin(), blocks_in_order.end(), 0);
+  std::iota(blocks_in_order.begin(), blocks_in_order.end(), static_cast<int>(first));
   const auto arrange = [](std::vector<int>& indices) {
     static std::minstd_rand random;
     if (order == kReverse) std::reverse(indices.begin(), indices.end());
