@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import _context, digest, equal_on_all_ranks, snapshot
+from ranks import _context, digest, equal_on_all_ranks, run, snapshot
 from torch import nn
 
 from zero1_cuda import Zero1AdamW, collectives
@@ -240,6 +240,26 @@ def test_a_full_disk(small_disk, unbroken):
     strike(small_disk / "checkpoints", 2, "disk full", 1, unbroken)
 
 
+def collect_alone(rank, world):
+    """full_state_dict is a collective: rank 0 alone waits no longer than its group does."""
+    group = dist.new_group(timeout=datetime.timedelta(seconds=3))
+    model = nn.Linear(300, 10)
+    opt = Zero1AdamW(model.parameters(), process_group=group)
+    model(torch.ones(300)).sum().backward()
+    opt.step()
+    if rank == 0:
+        began = time.monotonic()
+        with pytest.raises(RuntimeError):
+            opt.full_state_dict()
+        assert time.monotonic() - began < 3 + 3
+    else:
+        time.sleep(6)
+
+
+def test_one_rank_alone_collects_a_whole_state():
+    run(2, collect_alone)
+
+
 # -- the example ------------------------------------------------------------------------------------------------------
 
 SMALL = "--steps 60 --save-every 10 --layers 1 --width 32 --heads 2 --context 16 --batch 2 --dtype fp32 --device cpu"
@@ -248,13 +268,27 @@ SMALL = "--steps 60 --save-every 10 --layers 1 --width 32 --heads 2 --context 16
 NEEDS_PROC = pytest.mark.skipif(not pathlib.Path("/proc/self/task").exists(), reason="no /proc here")
 
 
+@contextlib.contextmanager
 def torchrun(out, *more, restarts=0):
-    """Starts the example on two ranks."""
+    """The example on two ranks, as a process that is gone afterwards."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     command += [f"--max-restarts={restarts}", str(EXAMPLE), *SMALL.split(), "--out", str(out), *more]
     # restarted ranks must not find the addresses of the dead ones
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
-    return subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            kill(process)
+
+
+def kill(process):
+    """torchrun and its ranks, if they are still there."""
+    if process.poll() is None:
+        for pid in (process.pid, *workers(process)):
+            os.kill(pid, signal.SIGKILL)
 
 
 def finish(process):
@@ -287,27 +321,27 @@ def summary(out):
 def whole_run(tmp_path_factory):
     """The summary of the example's run without a fault."""
     out = tmp_path_factory.mktemp("example") / "out"
-    finish(torchrun(out))
+    with torchrun(out) as process:
+        finish(process)
     return summary(out)
 
 
 @NEEDS_PROC
 def test_the_example_resumes(tmp_path, whole_run):
-    process = torchrun(tmp_path)
-    wait_for_checkpoint(process, tmp_path)
-    for pid in (process.pid, *workers(process)):
-        os.kill(pid, signal.SIGKILL)
-    process.communicate()
+    with torchrun(tmp_path) as process:
+        wait_for_checkpoint(process, tmp_path)
+        kill(process)
     assert (tmp_path / "latest").read_text() != "step-60"
-    finish(torchrun(tmp_path, "--resume"))
+    with torchrun(tmp_path, "--resume") as process:
+        finish(process)
     assert summary(tmp_path) == whole_run
 
 
 @NEEDS_PROC
 def test_the_example_survives_a_killed_worker(tmp_path, whole_run):
-    process = torchrun(tmp_path, restarts=1)
-    wait_for_checkpoint(process, tmp_path)
-    os.kill(workers(process)[1], signal.SIGKILL)
-    output = finish(process)
+    with torchrun(tmp_path, restarts=1) as process:
+        wait_for_checkpoint(process, tmp_path)
+        os.kill(workers(process)[1], signal.SIGKILL)
+        output = finish(process)
     assert "exitcode: -9" in output
     assert summary(tmp_path) == whole_run

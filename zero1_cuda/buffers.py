@@ -112,6 +112,7 @@ class Arena:
         self.grad_at = [0] * len(params)
         self.grad_views: list[Tensor] = []
         self.dirty = [False] * len(params)  # whether the gradient's range may hold something but zeros
+        self.sparse: set[int] = set()  # parameters that were found to have a gradient that is not dense
         self.had = [False] * len(params)  # whether there was a gradient when the range was last filled
         for k, p in enumerate(params):
             self.grad_views.append(self._grad_view(k))
@@ -186,6 +187,7 @@ class Arena:
                 if grad.layout == torch.strided:
                     self.adopt_grad(k, grad)
                 else:
+                    self.sparse.add(k)
                     self.clear_grad(k)
 
     # -- tables ----------------------------------------------------------------------------------------------------

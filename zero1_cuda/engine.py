@@ -137,9 +137,9 @@ class Engine:
                 self._add_norms()
             facts = self._facts(max_norm, scaled, edited, thawed)
             had = [h for arena in roster.arenas for h in arena.had]
-            report = Report(call, had, touched, r.syncs, facts, faults)
+            report = Report(call, had, touched, r.syncs, facts, faults + r.sparse())
             agreement = Agreement(ranks, report, len(r.runs), self.norms, found_inf, grad_scale)
-            if (ranks.alone and not faults and not thawed) or not (cpu or touched or thawed):
+            if (ranks.alone and not report.faults and not thawed) or not (cpu or touched or thawed):
                 return agreement, edited
             if agreement.faulty():
                 if not cpu:

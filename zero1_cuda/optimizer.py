@@ -142,8 +142,14 @@ class _Zero1(Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad():
-            self._engine.step(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        try:
+            with torch.no_grad():
+                self._engine.step(getattr(self, "grad_scale", None), getattr(self, "found_inf", None))
+        except Exception:
+            # GradScaler removes them after a step that returns; left behind, they would scale the next one
+            for name in ("grad_scale", "found_inf"):
+                self.__dict__.pop(name, None)
+            raise
         return loss
 
     # torch.amp.GradScaler hands its scale and its flag over instead of asking the host.

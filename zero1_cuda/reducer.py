@@ -149,8 +149,7 @@ class Reducer:
             return
         run, k = place
         if grad.layout != torch.strided:
-            name = self.roster.name_of(p)
-            self.faults[f"the gradient of parameter {name} is sparse; Zero1 takes dense ones"] = ValueError
+            run.arena.sparse.add(k)
         elif grad.device != run.grads.device:
             self.displaced = True
         elif run.arena.is_home(k, grad):
@@ -273,6 +272,12 @@ class Reducer:
             return set()
         return {run.number for run in self.runs if run.launched and run.touched(suspicious)}
 
+    def sparse(self) -> list[tuple[type[Exception], str]]:
+        """A fault for each gradient that was found not to be dense."""
+        found = [arena.params[k] for arena in self.roster.arenas for k in sorted(arena.sparse)]
+        names = [self.roster.name_of(p) for p in found]
+        return [(ValueError, f"the gradient of parameter {name} is sparse; dense ones are wanted") for name in names]
+
     def used_up(self) -> list[tuple[type[Exception], str]]:
         """In-place reduction: a fault if a second step finds the gradients that the first one has used up."""
         for run in self.runs:
@@ -310,6 +315,8 @@ class Reducer:
         self.next = self.syncs = 0
         self.task = -1
         self.faults.clear()
+        for arena in self.roster.arenas:
+            arena.sparse.clear()
         for run in self.runs:
             run.launched = False
             if stepped and not self.overlap and not self.ranks.alone:

@@ -1,0 +1,156 @@
+"""Saving and loading the state by torch.distributed.checkpoint, against plain torch.save and torch.load of the same bytes.
+
+    python bench/checkpoint.py [--ranks 2] [--mb 1000] [--folder DIR] [--json FILE]
+
+Gloo ranks of this machine; every rank saves and loads its part, --mb in all. Times are the slowest rank's, medians over
+rounds in which the ways alternate; all files are flushed to the disk with fsync, and loads find them in the page cache.
+`plain` handles tensors that lie there already; the other ways begin at opt.state_dict() and end after
+opt.load_state_dict(). Memory: by how much the highest resident memory of a load is above that before it, in units of the
+rank's own part.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import os
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+import torch.multiprocessing as mp
+
+from zero1_cuda import Zero1AdamW
+
+SHAPE = (1024, 1024)  # of a parameter
+STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+
+
+def status(field: str) -> int:
+    return 1024 * int(STATUS.read_text().partition(field + ":")[2].split()[0])
+
+
+def measure(call: Callable[[], None]) -> tuple[float, float]:
+    """Seconds, the slowest rank's, and bytes that this rank needed meanwhile (nan where that cannot be seen)."""
+    gc.collect()
+    dist.barrier()
+    visible = CLEAR_REFS.exists()
+    before = status("VmRSS") if visible else 0
+    if visible:
+        CLEAR_REFS.write_text("5")  # the peak begins anew
+    start = time.perf_counter()
+    call()
+    took = torch.tensor(time.perf_counter() - start)
+    needed = status("VmHWM") - before if visible else float("nan")
+    dist.all_reduce(took, op=dist.ReduceOp.MAX)
+    return float(took), needed
+
+
+def save(state: Any, path: Path) -> None:
+    with path.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def worker(rank: int, world: int, mb: float, rounds: int, folder: Path) -> None:
+    ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed goes back at once
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    count = max(world, round(mb * 1e6 / 12 / (SHAPE[0] * SHAPE[1])))
+    params = [torch.nn.Parameter(torch.randn(SHAPE, dtype=torch.bfloat16)) for _ in range(count)]
+    opt = Zero1AdamW(params)
+    for p in params:
+        p.grad = torch.randn_like(p)
+    opt.step()
+    opt.zero_grad()
+    parts = {p: {k: t.clone() for k, t in entry.items()} for p, entry in opt.state.items()}
+    plain = {number: parts[p] for number, p in enumerate(params)}
+    size = sum(t.nbytes for entry in plain.values() for t in entry.values())
+
+    def dcp_save(path: Path) -> None:
+        dcp.save({"opt": opt.state_dict()}, checkpoint_id=path)
+
+    def dcp_load(path: Path) -> None:
+        state = {"opt": opt.state_dict()}
+        dcp.load(state, checkpoint_id=path)
+        opt.load_state_dict(state["opt"])
+
+    ways: dict[str, tuple[Callable[[Path], None], Callable[[Path], None]]] = {
+        "plain": (lambda path: save(plain, path), lambda path: torch.load(path, weights_only=True)),
+        "part": (
+            lambda path: save(opt.state_dict(), path),
+            lambda path: opt.load_state_dict(torch.load(path, weights_only=True)),
+        ),
+        "dcp": (dcp_save, dcp_load),
+    }
+    found: dict[str, dict[str, list[float]]] = {name: {"save": [], "load": [], "memory": []} for name in ways}
+    for turn in range(rounds + 1):
+        for name, (write, read) in ways.items():
+            path = folder / (name if name == "dcp" else f"{name}-{rank}")
+            written, _ = measure(lambda write=write, path=path: write(path))  # type: ignore[misc]
+            loaded, needed = measure(lambda read=read, path=path: read(path))  # type: ignore[misc]
+            if turn:  # the first one warms up
+                found[name]["save"].append(written)
+                found[name]["load"].append(loaded)
+                found[name]["memory"].append(needed / size)
+            dist.barrier()
+            if name != "dcp":
+                path.unlink()
+            elif rank == 0:
+                shutil.rmtree(path)
+            dist.barrier()
+    everybody: list[Any] = [None] * world
+    dist.all_gather_object(everybody, {name: max(f["memory"]) for name, f in found.items()})
+    if rank == 0:
+        rows = [
+            {
+                "way": name,
+                "save_s": statistics.median(f["save"]),
+                "load_s": statistics.median(f["load"]),
+                "save_ratio": statistics.median(f["save"]) / statistics.median(found["plain"]["save"]),
+                "load_ratio": statistics.median(f["load"]) / statistics.median(found["plain"]["load"]),
+                "memory": max(m[name] for m in everybody),
+            }
+            for name, f in found.items()
+        ]
+        result = {"ranks": world, "state_bytes": 12 * count * SHAPE[0] * SHAPE[1], "rounds": rounds, "rows": rows}
+        (folder / "result.json").write_text(json.dumps(result))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--mb", type=float, default=1000.0, help="10^6 bytes of state over all ranks")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the system's temporary folder")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        mp.spawn(worker, (args.ranks, args.mb, args.rounds, Path(folder)), nprocs=args.ranks)
+        result = json.loads((Path(folder) / "result.json").read_text())
+    result["torch"] = torch.__version__
+    print(f"{result['ranks']} gloo ranks, {result['state_bytes'] / 1e6:.0f} MB of state, torch {torch.__version__}")
+    print(f"{'':>6} {'save s':>8} {'ratio':>6} {'load s':>8} {'ratio':>6} {'memory of a load / own part':>28}")
+    for row in result["rows"]:
+        print(
+            f"{row['way']:>6} {row['save_s']:8.3f} {row['save_ratio']:6.2f} {row['load_s']:8.3f} "
+            f"{row['load_ratio']:6.2f} {row['memory']:28.2f}"
+        )
+    if args.json:
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
