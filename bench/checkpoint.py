@@ -1,12 +1,15 @@
-"""Saving and loading the state by torch.distributed.checkpoint, against plain torch.save and torch.load of the same bytes.
+"""Saving and loading the state by torch.distributed.checkpoint, against plain torch.save and torch.load.
 
     python bench/checkpoint.py [--ranks 2] [--mb 1000] [--folder DIR] [--json FILE]
 
-Gloo ranks of this machine; every rank saves and loads its part, --mb in all. Times are the slowest rank's, medians over
-rounds in which the ways alternate; all files are flushed to the disk with fsync, and loads find them in the page cache.
-`plain` handles tensors that lie there already; the other ways begin at opt.state_dict() and end after
-opt.load_state_dict(). Memory: by how much the highest resident memory of a load is above that before it, in units of the
-rank's own part.
+Gloo ranks of this machine; every rank saves and loads its part, --mb in all, so all ways move the same bytes. Times are
+the slowest rank's, medians over rounds in which the ways alternate. Files are flushed to the disk with fsync; `load`
+reads them from the disk (they are dropped from the page cache first), `again` from the page cache.
+
+`plain` writes tensors that lie there already and reads tensors, and nothing else. The other ways begin at
+opt.state_dict() and end after opt.load_state_dict(): `part` is torch.save of a rank's part, `dcp` is DCP.
+
+Memory: by how much the highest resident memory of a load is above that before it, in units of the rank's own part.
 """
 
 from __future__ import annotations
@@ -62,6 +65,14 @@ def save(state: Any, path: Path) -> None:
         os.fsync(file.fileno())
 
 
+def drop(path: Path) -> None:
+    """Takes the files from the page cache."""
+    for file in [path] if path.is_file() else [f for f in path.rglob("*") if f.is_file()]:
+        handle = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(handle)
+
+
 def worker(rank: int, world: int, mb: float, rounds: int, folder: Path) -> None:
     ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed goes back at once
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
@@ -93,16 +104,22 @@ def worker(rank: int, world: int, mb: float, rounds: int, folder: Path) -> None:
         ),
         "dcp": (dcp_save, dcp_load),
     }
-    found: dict[str, dict[str, list[float]]] = {name: {"save": [], "load": [], "memory": []} for name in ways}
+    found: dict[str, dict[str, list[float]]] = {
+        name: {k: [] for k in ("save", "load", "again", "memory")} for name in ways
+    }
     for turn in range(rounds + 1):
         for name, (write, read) in ways.items():
             path = folder / (name if name == "dcp" else f"{name}-{rank}")
             written, _ = measure(lambda write=write, path=path: write(path))  # type: ignore[misc]
+            dist.barrier()
+            drop(path)
             loaded, needed = measure(lambda read=read, path=path: read(path))  # type: ignore[misc]
+            again, needed_again = measure(lambda read=read, path=path: read(path))  # type: ignore[misc]
             if turn:  # the first one warms up
                 found[name]["save"].append(written)
                 found[name]["load"].append(loaded)
-                found[name]["memory"].append(needed / size)
+                found[name]["again"].append(again)
+                found[name]["memory"].append(max(needed, needed_again) / size)
             dist.barrier()
             if name != "dcp":
                 path.unlink()
@@ -112,17 +129,13 @@ def worker(rank: int, world: int, mb: float, rounds: int, folder: Path) -> None:
     everybody: list[Any] = [None] * world
     dist.all_gather_object(everybody, {name: max(f["memory"]) for name, f in found.items()})
     if rank == 0:
-        rows = [
-            {
-                "way": name,
-                "save_s": statistics.median(f["save"]),
-                "load_s": statistics.median(f["load"]),
-                "save_ratio": statistics.median(f["save"]) / statistics.median(found["plain"]["save"]),
-                "load_ratio": statistics.median(f["load"]) / statistics.median(found["plain"]["load"]),
-                "memory": max(m[name] for m in everybody),
-            }
-            for name, f in found.items()
-        ]
+        rows = []
+        for name, times in found.items():
+            row: dict[str, Any] = {"way": name, "memory": max(m[name] for m in everybody)}
+            for what in ("save", "load", "again"):
+                row[f"{what}_s"] = statistics.median(times[what])
+                row[f"{what}_ratio"] = row[f"{what}_s"] / statistics.median(found["plain"][what])
+            rows.append(row)
         result = {"ranks": world, "state_bytes": 12 * count * SHAPE[0] * SHAPE[1], "rounds": rounds, "rows": rows}
         (folder / "result.json").write_text(json.dumps(result))
     dist.destroy_process_group()
@@ -142,12 +155,10 @@ def main() -> None:
         result = json.loads((Path(folder) / "result.json").read_text())
     result["torch"] = torch.__version__
     print(f"{result['ranks']} gloo ranks, {result['state_bytes'] / 1e6:.0f} MB of state, torch {torch.__version__}")
-    print(f"{'':>6} {'save s':>8} {'ratio':>6} {'load s':>8} {'ratio':>6} {'memory of a load / own part':>28}")
+    print("         save s  ratio   load s  ratio  again s  ratio  memory of a load / own part")
     for row in result["rows"]:
-        print(
-            f"{row['way']:>6} {row['save_s']:8.3f} {row['save_ratio']:6.2f} {row['load_s']:8.3f} "
-            f"{row['load_ratio']:6.2f} {row['memory']:28.2f}"
-        )
+        times = "".join(f"{row[f'{k}_s']:9.3f}{row[f'{k}_ratio']:7.2f}" for k in ("save", "load", "again"))
+        print(f"{row['way']:>6}{times}{row['memory']:29.2f}")
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 

@@ -2,9 +2,9 @@
 
     python bench/numerics.py [--elements 10000000] [--steps 1000] [--path-elements 100000]
 
-Errors are counted in units in the last place: of the result, or of the largest term of the sums behind it where that is
-larger (a result that nearly cancels has no digits of its own to lose). The reference takes the same fp32 inputs, and the
-options as they are, unrounded.
+Errors are counted in units in the last place: of the result, or of the largest term of the sums behind it where that
+is larger (a result that nearly cancels has no digits of its own to lose). The reference takes the same fp32 inputs, and
+the options as they are; or else rounded to fp32 as the step has them, which leaves the error of the arithmetic alone.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from __future__ import annotations
 import argparse
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from zero1_cuda import Zero1AdamW
+from zero1_cuda.reference import fp32, power
 
 OPTIONS = {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1}
 NAMES = ("weight", "exp_avg", "exp_avg_sq")
-Makers = dict[str, Any]
 
 
 @dataclass
@@ -49,14 +50,22 @@ def random_state(numel: int, step: int, generator: torch.Generator) -> tuple[Sta
     return State(normal(0.02), exp_avg, exp_avg_sq, step), normal(1e-3) * spread
 
 
-def exact_step(s: State, grad: Tensor) -> tuple[State, list[Tensor]]:
-    """AdamW in double; and for each result the magnitude of the largest term of the sums behind it."""
+def exact_step(s: State, grad: Tensor, rounded: bool = False) -> tuple[State, list[Tensor]]:
+    """AdamW in double; and for each result the magnitude of the largest term of the sums behind it.
+
+    rounded: with the fp32 numbers that the options come to, as in csrc/include/zero1/control_math.h.
+    """
+    number = fp32 if rounded else float
     lr, (beta1, beta2), eps, decay = (OPTIONS[name] for name in ("lr", "betas", "eps", "weight_decay"))
     g, t = grad.double(), s.step + 1
-    terms = [(beta1 * s.exp_avg.double(), (1 - beta1) * g), (beta2 * s.exp_avg_sq.double(), (1 - beta2) * g * g)]
+    terms = [  # of m = lerp(m, g, 1 - beta1) and v = beta2 * v + (1 - beta2) * g * g
+        ((1 - number(1 - beta1)) * s.exp_avg.double(), number(1 - beta1) * g),
+        (number(beta2) * s.exp_avg_sq.double(), number(1 - beta2) * g * g),
+    ]
     m, v = (a + b for a, b in terms)
-    kept = s.weight.double() * (1 - lr * decay)
-    factor = lr / (1 - beta1**t) / (v.sqrt() / math.sqrt(1 - beta2**t) + eps)
+    kept = s.weight.double() * number(1 - lr * decay)
+    step_size, inverse_root = number(lr / (1 - power(beta1, t))), number(1 / math.sqrt(1 - power(beta2, t)))
+    factor = step_size / (v.sqrt() * inverse_root + number(eps))
     new = State(kept - factor * m, m, v, t)
     moments = [torch.maximum(a.abs(), b.abs()) for a, b in terms]
     largest = [torch.maximum(kept.abs(), factor * moments[0]), *moments]
@@ -82,14 +91,16 @@ def optimizer(make: Any, s: State) -> tuple[torch.nn.Parameter, Any]:
     return p, opt
 
 
-def one_step(make: Any, numel: int, seed: int = 0, step: int = 9) -> dict[str, tuple[float, float]]:
+def one_step(
+    make: Any, numel: int, rounded: bool = False, step: int = 9, seed: int = 0
+) -> dict[str, tuple[float, float]]:
     """{result: (max, mean) error} of one step from a random state."""
     s, grad = random_state(numel, step, torch.Generator().manual_seed(seed))
     p, opt = optimizer(make, s)
     p.grad = grad.clone()
     opt.step()
     got = (p.detach(), opt.state[p]["exp_avg"], opt.state[p]["exp_avg_sq"])
-    wanted, largest = exact_step(s, grad)
+    wanted, largest = exact_step(s, grad, rounded)
     found = {}
     for name, a, b, magnitude in zip(NAMES, got, wanted.tensors(), largest, strict=True):
         error = (a.double().view(-1) - b).abs() / ulp(magnitude)
@@ -97,7 +108,7 @@ def one_step(make: Any, numel: int, seed: int = 0, step: int = 9) -> dict[str, t
     return found
 
 
-def path(make: Any, numel: int, steps: int, seed: int = 1) -> dict[str, tuple[float, float]]:
+def path(make: Any, numel: int, steps: int, rounded: bool = False, seed: int = 1) -> dict[str, tuple[float, float]]:
     """{result: (max, mean) error} after many steps with the same gradients, which have a mean and noise."""
     generator = torch.Generator().manual_seed(seed)
     s = State(torch.randn(numel, generator=generator) * 0.02, *(torch.zeros(numel) for _ in range(2)), 0)
@@ -109,7 +120,7 @@ def path(make: Any, numel: int, steps: int, seed: int = 1) -> dict[str, tuple[fl
         grad = torch.randn(numel, generator=generator) * 2e-3 + drift
         p.grad = grad.clone()
         opt.step()
-        exact, largest = exact_step(exact, grad)
+        exact, largest = exact_step(exact, grad, rounded)
         far = [torch.maximum(a, b) for a, b in zip(far, largest, strict=True)]
     got = (p.detach(), opt.state[p]["exp_avg"], opt.state[p]["exp_avg_sq"])
     found = {}
@@ -119,12 +130,20 @@ def path(make: Any, numel: int, steps: int, seed: int = 1) -> dict[str, tuple[fl
     return found
 
 
-def makers() -> Makers:
-    return {
-        "zero1_cuda": lambda ps: Zero1AdamW(ps, **OPTIONS),
-        "torch fused": lambda ps: torch.optim.AdamW(ps, fused=True, **OPTIONS),
-        "torch": lambda ps: torch.optim.AdamW(ps, foreach=False, **OPTIONS),
-    }
+def ours(params: list[torch.nn.Parameter]) -> Zero1AdamW:
+    return Zero1AdamW(params, **OPTIONS)
+
+
+def torchs(params: list[torch.nn.Parameter], **how: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(params, **OPTIONS, **how)
+
+
+ROWS = [
+    ("zero1_cuda", ours, False),
+    ("zero1_cuda, rounded options", ours, True),
+    ("torch", partial(torchs, foreach=False), False),
+    ("torch, fused", partial(torchs, fused=True), False),
+]
 
 
 def main() -> None:
@@ -133,16 +152,17 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=1000, help="of the path")
     parser.add_argument("--path-elements", type=int, default=100_000)
     args = parser.parse_args()
-    print(f"{'':28}{'':14}" + "".join(f"{name:>22}" for name in NAMES))
-    print(f"{'errors in ulp, max / mean':42}")
     for title, measure in (
-        (f"one step, {args.elements} elements", lambda make: one_step(make, args.elements)),
-        (f"{args.steps} steps, {args.path_elements} elements", lambda make: path(make, args.path_elements, args.steps)),
+        (f"one step, {args.elements} elements", partial(one_step, numel=args.elements)),
+        (
+            f"{args.steps} steps, {args.path_elements} elements",
+            partial(path, numel=args.path_elements, steps=args.steps),
+        ),
     ):
-        for who, make in makers().items():
-            errors = measure(make)
-            cells = "".join(f"{errors[name][0]:>13.3f} /{errors[name][1]:7.3f}" for name in NAMES)
-            print(f"{title:28}{who:14}{cells}", flush=True)
+        print(f"{title + ': ulp, max / mean':50}" + "".join(f"{name:>20}" for name in NAMES))
+        for who, make, rounded in ROWS:
+            errors = measure(make, rounded=rounded)
+            print(f"{who:50}" + "".join(f"{errors[n][0]:>11.2f} /{errors[n][1]:7.3f}" for n in NAMES), flush=True)
 
 
 if __name__ == "__main__":

@@ -63,6 +63,7 @@ ARGUMENTS = {
 }  # fmt: skip
 
 
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
 @pytest.mark.parametrize("name", PARAMETERS)
 def test_parameters_are_refused_by_name(name):
     make, kind, text = PARAMETERS[name]

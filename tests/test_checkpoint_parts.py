@@ -98,6 +98,7 @@ def alone(rank, world):
     if rank == 0:
         opt.state_dict()
     train(params, opt, rank, range(5, 6))
+    opt.synchronize()
     equal_on_all_ranks(params)
 
 

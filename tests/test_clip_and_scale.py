@@ -305,6 +305,31 @@ def test_unscale_then_clip(dtype, options):
     scaled(0, 1, dtype, SCALERS["dynamic"], options, True, 1.0)
 
 
+def unscaled_zeros(rank, world):
+    """unscale_ leaves no trace on a tensor: it is seen though nearly all gradients are zero."""
+    params = weights([(5000,), (30,)])
+    plain, opt = Plain(params, **OPTIONS), Zero1AdamW(params, **OPTIONS)
+    scaler = GradScaler("cpu", init_scale=4.0)
+    for k in range(3):
+        grads = [torch.zeros(5000), exact((30,), rank, k, ranks=world)]
+        grads[0][7] = 1.0 + rank
+        if k == 1:
+            grads[1].zero_()
+        scaler.scale(sum((p * g).sum() for p, g in zip(params, grads, strict=True))).backward()
+        backward(plain.params, grads)
+        scaler.unscale_(opt)
+        scaler.step(opt)
+        scaler.update()
+        plain.step()
+        opt.zero_grad()
+        plain.zero_grad()
+    plain.check(opt, params)
+
+
+def test_unscale_of_gradients_that_are_mostly_zero():
+    run(2, unscaled_zeros)
+
+
 def test_unscale_of_fp16_is_torch_s_own_error():
     params, _, opt = pair(FP16)
     scaler = GradScaler("cpu")

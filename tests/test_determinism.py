@@ -113,6 +113,6 @@ def partitions(rank, world, max_norm):
 def test_the_same_reduced_gradients_give_the_same_bits(max_norm):
     ((want, *_),) = run(1, partitions, max_norm)
     assert all(norm > 10 for norm in want[1])
-    for world in (1, 2, 3, 4):
+    for world in (1, 2, 3, 4) if max_norm else (3, 4):
         for found in run(world, partitions, max_norm):
             assert found == [want] * len(found), world

@@ -309,8 +309,8 @@ def died_half_way(params, opt, rank):
 SCENARIOS = {f.__name__: f for f in [
     six_lines, accumulate, accumulate_with_no_sync, only_no_sync, no_sync_last, zero_in_place, model_zero_grad,
     none_by_hand, replaced, assigned_without_backward, none_on_all, none_on_one, zeroed, scaled_in_place,
-    one_element, changed_on_one, changed_between_backwards, strange_strides, all_reduced_by_hand, unused_on_some, unused_on_all,
-    a_rank_without_backward, no_backward_at_all, parts_of_a_backward, gradient_penalty, died_half_way,
+    one_element, changed_on_one, changed_between_backwards, strange_strides, all_reduced_by_hand, unused_on_some,
+    unused_on_all, a_rank_without_backward, no_backward_at_all, parts_of_a_backward, gradient_penalty, died_half_way,
 ]}  # fmt: skip
 EARLY_ONLY = {f.__name__: f for f in [double_step, over_steps]}  # late reduction uses the gradients up
 

@@ -174,8 +174,11 @@ class Arena:
         """Whether this gradient is the view, where it was made."""
         return grad is self.grad_views[k] and grad.data_ptr() == self.grad_at[k]
 
-    def fill_grads(self, members: Sequence[int]) -> None:
-        """Makes the buffer hold exactly the gradients that these parameters have now."""
+    def fill_grads(self, members: Sequence[int], rebind: bool) -> None:
+        """Makes the buffer hold exactly the gradients that these parameters have now.
+
+        rebind: `.grad` of a gradient made elsewhere becomes the view. Not inside backward, where DDP looks for its own.
+        """
         params, views, at, had, dirty = self.params, self.grad_views, self.grad_at, self.had, self.dirty
         for k in members:
             grad = params[k].grad
@@ -184,8 +187,11 @@ class Arena:
                 if dirty[k]:
                     self.clear_grad(k)
             elif grad is not views[k] or grad.data_ptr() != at[k]:
-                if grad.layout == torch.strided:
+                if grad.layout == torch.strided and (rebind or grad is views[k]):
                     self.adopt_grad(k, grad)
+                elif grad.layout == torch.strided:
+                    views[k].copy_(grad)
+                    dirty[k] = True
                 else:
                     self.sparse.add(k)
                     self.clear_grad(k)
@@ -320,13 +326,13 @@ class Arena:
             names = ["exp_avg", "exp_avg_sq"] + (["max_exp_avg_sq"] if self.amsgrad[k] else [])
             out = dict.fromkeys(names, empty)
             mode = self._mode(self.layout.specs[k].dtype)
-            if mode != "own":
-                out["master" if mode == "fp32" else "remainder"] = empty if mode == "fp32" else empty.to(torch.int16)
+            out["remainder" if mode == "split" else "master"] = empty.to(torch.int16) if mode == "split" else empty
             return out
         out = self.moments(piece)
         stored = self._master_view(piece)
-        if stored is not None:
-            out["master" if stored.dtype == torch.float32 else "remainder"] = stored
+        if stored is None:
+            stored = self.param_piece(piece)
+        out["master" if stored.dtype == torch.float32 else "remainder"] = stored
         return out
 
     def piece_numels(self, k: int) -> list[int]:

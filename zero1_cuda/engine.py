@@ -54,7 +54,7 @@ class Engine:
         self.param_group = torch.zeros(0, dtype=torch.int32)
 
         self.steps_made = 0
-        self.warned = False
+        self.warned = dict.fromkeys(("ddp", "touched", "idle"), False)
         self.clip: Tensor | None = None  # [factor, norm] of a clip_grad_norm_ that waits for its step
         self.last_norm: Tensor | None = None
         self.whole: dict[str, Any] | None = None  # consolidate_state_dict()'s result
@@ -107,8 +107,8 @@ class Engine:
     ) -> tuple[Agreement, list[int]]:
         """Collective: the mean of every gradient as the user left it; -> the agreement, numbers of edited weights.
 
-        With `flows` in-place reduction is left to the caller. On CPU parameters anything wrong on any rank is raised on all. On CUDA the host does not wait: the agreement
-        stops the kernels, and the next step raises.
+        With `flows` in-place reduction is left to the caller. On CPU parameters anything wrong on any rank is raised on
+        all. On CUDA the host does not wait: the agreement stops the kernels, and the next step raises.
         """
         r, ranks, roster = self.reducer, self.ranks, self.roster
         cpu = roster.device.type == "cpu"
@@ -131,8 +131,8 @@ class Engine:
             if scaled and not thawed and all(p.grad is None for p in roster.params):
                 faults.append((RuntimeError, "a loss scaler is at work but no parameter has a gradient"))
             touched = r.touched(suspicious)
-            if touched and r.syncs < 2 and not scaled:
-                self._warn_touched()
+            if touched and not scaled:
+                self._warn_touched(by_hand=r.syncs < 2)
             if self.settings.skip_nonfinite or scaled or max_norm is not None:
                 self._add_norms()
             facts = self._facts(max_norm, scaled, edited, thawed)
@@ -179,18 +179,35 @@ class Engine:
                 row.zero_()
                 arena.add_norm(row)
 
-    def _warn_touched(self) -> None:
-        if self.warned:
+    def _warn_touched(self, by_hand: bool) -> None:
+        if self.warned["ddp"] and (self.warned["touched"] or not by_hand):
             return
-        self.warned = True
-        if any(isinstance(o, DDP) and any(p in self.roster.places for p in o.parameters()) for o in gc.get_objects()):
+        looked, self.warned["ddp"] = self.warned["ddp"], True
+        if not looked and any(
+            issubclass(type(o), DDP) and any(p in self.roster.places for p in o.parameters()) for o in gc.get_objects()
+        ):
+            self.warned["touched"] = True
             text = "DistributedDataParallel is around the model: it is not needed, and every gradient is sent twice"
-        else:
+            warnings.warn(text, stacklevel=2)
+        elif by_hand:
+            self.warned["touched"] = True
             text = (
                 "gradients were changed between backward and step(), and are reduced again. "
                 "torch.nn.utils.clip_grad_norm_ clips by this rank's own norm; use opt.clip_grad_norm_"
             )
-        warnings.warn(text, stacklevel=2)
+            warnings.warn(text, stacklevel=2)
+
+    def _warn_idle(self, agreement: Agreement) -> None:
+        """Once: a step that no gradient reached. Reads flags on CPUs only."""
+        if self.warned["idle"] or agreement.control.device.type != "cpu":
+            return
+        if not bool(agreement.control[ops.CONTROL_FLAGS :].any()):
+            self.warned["idle"] = True
+            text = (
+                "step() found no gradient on any rank. If there was a backward, the module's parameters are no longer "
+                "the optimizer's: load_state_dict(assign=True) replaces them"
+            )
+            warnings.warn(text, stacklevel=2)
 
     def _facts(
         self, max_norm: float | None, scaled: bool, edited: list[int], thawed: list[torch.nn.Parameter]
@@ -220,6 +237,7 @@ class Engine:
         agreement, edited = self.settle("step", s.max_grad_norm, grad_scale, found_inf, scaled, flows)
         if not self.roster.params:
             return
+        self._warn_idle(agreement)
         clip, self.clip = self.clip, None
         if clip is None and s.max_grad_norm is not None:
             clip = self._clip_factor(agreement, s.max_grad_norm, grad_scale)

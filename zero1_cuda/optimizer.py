@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -33,6 +34,8 @@ def _check_options(options: dict[str, Any], what: str = "") -> None:
     if len(betas) != 2:
         raise ValueError(f"{what}betas: two numbers wanted, got {betas!r}")
     for i, beta in enumerate(betas):
+        if torch.is_tensor(beta) and beta.numel() != 1:
+            raise ValueError(f"{what}betas[{i}]: a number wanted, got a tensor of shape {tuple(beta.shape)}")
         if not 0.0 <= float(beta) < 1.0:
             raise ValueError(f"{what}betas[{i}]: a number in [0, 1) wanted, got {beta!r}")
     for name in ("eps", "weight_decay"):
@@ -55,6 +58,22 @@ def _check_param(p: Tensor, what: str) -> None:
         raise TypeError(f"{what} is {p.dtype}; torch.float16, torch.bfloat16 or torch.float32 wanted")
     if p.device.type not in ("cpu", "cuda", "meta"):
         raise ValueError(f"{what} is on {p.device}; CPU or CUDA wanted")
+
+
+def _check_apart(params: list[Tensor]) -> None:
+    """ValueError for two parameters over the same memory: as views of a flat buffer they would no longer be tied."""
+    spans = [
+        (p.data_ptr(), p.data_ptr() + p.nbytes, i)
+        for i, p in enumerate(params)
+        if p.numel() and p.device.type != "meta" and p.is_contiguous()
+    ]
+    for (_, end, i), (begin, _, j) in itertools.pairwise(sorted(spans)):
+        if begin < end:
+            shapes = [tuple(params[k].shape) for k in (i, j)]
+            raise ValueError(
+                f"parameters {i} and {j} (shapes {shapes[0]} and {shapes[1]}) share memory; tie weights by using one "
+                "Parameter twice"
+            )
 
 
 class _Zero1(Optimizer):
@@ -122,6 +141,7 @@ class _Zero1(Optimizer):
                 devices.add(p.device)
         if len(devices) > 1:
             raise ValueError(f"all parameters must be on one device; they are on {sorted(map(str, devices))}")
+        _check_apart([p for group in groups for p in group["params"]])
 
     # -- a step ----------------------------------------------------------------------------------------------------
 

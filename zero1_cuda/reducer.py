@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
+from torch._compile import _disable_dynamo
 
 from . import ops
 from .buffers import Arena
@@ -37,7 +38,8 @@ class BucketRun:
         self.launched = False
         self.version = 0  # of the gradients when they were sent
         self.sample: Tensor | None = None
-        self.used: set[int] = set()  # in-place reduction: gradients that a step has used up
+        self.used: set[int] = set()  # in-place reduction: gradients that it has used up
+        self.stale = False  # in-place reduction: fresh gradients have come since
         self.gather: Pending | None = None
         ends = [b + arena.layout.specs[k].numel for k, b in zip(bucket.params, bucket.begins, strict=True)]
         last = max(ends) - 1
@@ -54,10 +56,11 @@ class BucketRun:
         """Remembers what was sent."""
         self.version = self.grads._version
         self.sample = self.take_sample()
+        self.stale = False
 
     def touched(self, suspicious: bool) -> bool:
         """Whether the gradients are no longer what was sent. suspicious: they may have been scaled unseen."""
-        if self.grads._version != self.version:
+        if self.stale or self.grads._version != self.version:
             return True
         arena = self.arena
         for k in self.bucket.params:
@@ -69,9 +72,21 @@ class BucketRun:
             return suspicious
         return not torch.equal(now, self.sample) or (suspicious and not bool(now.any()))
 
-    def fill(self) -> None:
+    def fill(self, rebind: bool = True) -> None:
         """Makes the gradient buffer hold exactly the gradients that the parameters have now."""
-        self.arena.fill_grads(self.bucket.params)
+        self.arena.fill_grads(self.bucket.params, rebind)
+
+    def use_up(self) -> None:
+        """In-place reduction: part of the buffer now holds means, and nothing of it may be sent again."""
+        arena = self.arena
+        for k in self.bucket.params:
+            arena.dirty[k] = True
+        self.used = {k for k in self.bucket.params if arena.had[k]}
+
+    def used_at_home(self) -> bool:
+        """Whether a gradient that was used up is still some parameter's."""
+        grads = [(k, self.arena.params[k].grad) for k in self.used]
+        return any(grad is not None and self.arena.is_home(k, grad) for k, grad in grads)
 
 
 class Reducer:
@@ -108,7 +123,7 @@ class Reducer:
             if reducer is not None:
                 reducer.on_grad(param)  # type: ignore[arg-type]
 
-        p.register_post_accumulate_grad_hook(hook)
+        p.register_post_accumulate_grad_hook(_disable_dynamo(hook))
 
     def use_ranks(self, ranks: Ranks) -> None:
         """A process group that was made late."""
@@ -155,12 +170,13 @@ class Reducer:
         elif run.arena.is_home(k, grad):
             run.arena.dirty[k] = True
             if k in run.used:
-                self._reused(run, k, p)
+                self._reused(run)
         else:
             run.arena.adopt_grad(k, grad)
             if run.used:  # (a fresh gradient, whose copy is a write too)
                 run.used.discard(k)
                 run.version += 1
+                run.stale = True
         if self.quiet or self.ranks.alone:
             return
         self._enter_backward()
@@ -171,13 +187,12 @@ class Reducer:
                 while self.next < len(self.runs) and self.runs[self.next].waiting <= 0:
                     self._launch(self.runs[self.next])
 
-    def _reused(self, run: BucketRun, k: int, p: torch.nn.Parameter) -> None:
+    def _reused(self, run: BucketRun) -> None:
         # One write since the step: autograd's own. More: somebody zeroed the gradients in place.
         run.version += 1
         if run.grads._version == run.version:
             self.faults[
-                "with overlap_reduce=False a step uses the gradients up: call zero_grad() before the next backward "
-                f"(parameter {self.roster.name_of(p)})"
+                "with overlap_reduce=False a step uses the gradients up: call zero_grad() before the next backward"
             ] = RuntimeError
         else:
             run.used.clear()
@@ -195,10 +210,11 @@ class Reducer:
                 run.waiting = sum(run.arena.params[k].requires_grad for k in run.bucket.params)
         torch.autograd.Variable._execution_engine.queue_callback(self._leave_backward)
 
+    @_disable_dynamo
     def _leave_backward(self) -> None:
-        self.task = -1
         if self.early and not self.displaced:
             self.reduce_all()
+        self.task = -1
         if self.amp and not self.displaced:
             self.flag_round(in_backward=True)
 
@@ -207,10 +223,9 @@ class Reducer:
     def _launch(self, run: BucketRun) -> None:
         assert run is self.runs[self.next]
         self.next += 1
-        run.fill()
+        run.fill(rebind=self.task == -1)
         self._start(run)
         run.launched = True
-        run.snapshot()
 
     def _start(self, run: BucketRun) -> None:
         # An exchange holds world_size - 1 slices: as many in flight as stay under two buckets.
@@ -222,6 +237,10 @@ class Reducer:
         with profiled("zero1.reduce_scatter"):
             pending = self.ranks.start_reduction(run.grads, run.out, norm, self.scratch, run.number + 1, self.exchange)
         self.flying.append((run, pending))
+        run.snapshot()
+        if not self.overlap:
+            run.use_up()
+            run.sample = None  # the reduction itself changes it
 
     def _finish_first(self) -> None:
         self.flying.pop(0)[1].finish()
@@ -243,7 +262,6 @@ class Reducer:
             run = self.runs[number]
             run.fill()
             self._start(run)
-            run.snapshot()
         self._join()
 
     def _join(self) -> None:
@@ -252,7 +270,7 @@ class Reducer:
         self.scratch.clear()
 
     def flow(self) -> Iterator[BucketRun]:
-        """Reduces what has not been reduced; every bucket in order, as soon as it is there and with the next on its way."""
+        """Reduces what has not been reduced: every bucket in order, as soon as it is there, the next on its way."""
         for run in self.runs:
             while self.next < len(self.runs) and self.next <= run.number + 1:
                 self._launch(self.runs[self.next])
@@ -268,8 +286,9 @@ class Reducer:
 
     def touched(self, suspicious: bool = False) -> set[int]:
         """Buckets whose gradients are not those that were reduced. suspicious: they may have been scaled unseen."""
-        if self.ranks.alone or not self.overlap:
+        if self.ranks.alone:
             return set()
+        suspicious = suspicious and self.overlap
         return {run.number for run in self.runs if run.launched and run.touched(suspicious)}
 
     def sparse(self) -> list[tuple[type[Exception], str]]:
@@ -279,16 +298,16 @@ class Reducer:
         return [(ValueError, f"the gradient of parameter {name} is sparse; dense ones are wanted") for name in names]
 
     def used_up(self) -> list[tuple[type[Exception], str]]:
-        """In-place reduction: a fault if a second step finds the gradients that the first one has used up."""
+        """In-place reduction: a fault where gradients that it has used up would have to be reduced again."""
         for run in self.runs:
+            if not run.used or not run.used_at_home():
+                continue
+            if run.launched and run.touched(False):
+                text = "with overlap_reduce=False gradients must not change between clip_grad_norm_() and step()"
+                return [(RuntimeError, text)]
             if not run.launched and run.grads._version == run.version:
-                for k in run.used:
-                    grad = run.arena.params[k].grad
-                    if grad is not None and run.arena.is_home(k, grad):
-                        text = (
-                            "with overlap_reduce=False a step uses the gradients up: there has been no backward since"
-                        )
-                        return [(RuntimeError, text)]
+                text = "with overlap_reduce=False a step uses the gradients up: there has been no backward since"
+                return [(RuntimeError, text)]
         return []
 
     @property
@@ -319,9 +338,6 @@ class Reducer:
             arena.sparse.clear()
         for run in self.runs:
             run.launched = False
-            if stepped and not self.overlap and not self.ranks.alone:
-                run.used = {k for k in run.bucket.params if run.arena.params[k].grad is not None}
-                run.version = run.grads._version
 
     def forget_used(self) -> None:
         """The gradients have been zeroed: they are fresh."""
