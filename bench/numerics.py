@@ -81,13 +81,12 @@ def optimizer(make: Any, s: State) -> tuple[torch.nn.Parameter, Any]:
     """An optimizer whose one parameter is in this state."""
     p = torch.nn.Parameter(s.weight.clone())
     opt = make([p])
-    if s.step:
-        p.grad = torch.zeros_like(p)
-        opt.step()  # makes the state
-        p.data.copy_(s.weight)
-        for name, value in (("exp_avg", s.exp_avg), ("exp_avg_sq", s.exp_avg_sq)):
-            opt.state[p][name].copy_(value.view_as(opt.state[p][name]))
-        opt.state[p]["step"].fill_(s.step)
+    p.grad = torch.zeros_like(p)
+    opt.step()  # makes the state, which is then set
+    p.data.copy_(s.weight)
+    for name, value in (("exp_avg", s.exp_avg), ("exp_avg_sq", s.exp_avg_sq)):
+        opt.state[p][name].copy_(value.view_as(opt.state[p][name]))
+    opt.state[p]["step"].fill_(s.step)
     return p, opt
 
 

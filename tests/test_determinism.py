@@ -29,7 +29,7 @@ def trained(rank, world, jitter, options):
     """Gradients that round when they are added, in an order and at times that `jitter` decides."""
     chance = random.Random(1000 * jitter + rank)
     params = parameters()
-    opt = Zero1AdamW(params, lr=0.02, eps=1e-3, bucket_cap_mb=0.003, **options)
+    opt = Zero1AdamW(params, lr=0.02, eps=1e-3, **{"bucket_cap_mb": 0.003, **options})
     for p in params:
         p.register_hook(lambda g: time.sleep(chance.choice([0, 0, 0.002])) if jitter else None)
     norms = []
@@ -57,6 +57,17 @@ OPTIONS = {
 
 def all_trained(rank, world, jitter):
     return [trained(rank, world, jitter, options) for options in OPTIONS.values()]
+
+
+def all_buckets(rank, world):
+    """Where slices are exchanged they are added in rank order, wherever a bucket begins and whoever adds."""
+    small, big = {"bucket_cap_mb": 0.0001}, {"bucket_cap_mb": 100, "overlap_reduce": False}
+    return [trained(rank, world, 0, {"max_grad_norm": 3.0, **options}) for options in ({}, small, big)]
+
+
+def test_the_same_bits_for_every_bucket_size():
+    found = [result for results in run(3, all_buckets) for result in results]
+    assert all(result == found[0] for result in found)
 
 
 @pytest.mark.parametrize("world", [2, 3])

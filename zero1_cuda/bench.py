@@ -203,7 +203,10 @@ def memory_free(device: str) -> int:
 def last_level_cache(device: str) -> int:
     """Bytes of the largest cache that this machine tells of."""
     if device == "cuda":
-        return int(getattr(torch.cuda.get_device_properties(), "L2_cache_size", 0)) or 128 * 2**20
+        return (
+            int(getattr(torch.cuda.get_device_properties(torch.cuda.current_device()), "L2_cache_size", 0))
+            or 128 * 2**20
+        )
     sizes = [64 * 2**20]
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text().strip()

@@ -40,6 +40,22 @@ def _lanes(flags: Sequence[bool]) -> bytes:
     return struct.pack(f"={len(flags)}h{2 * padding}x", *flags)
 
 
+class HostWords:
+    """What the host writes into a control vector, on the device. The last copy is kept: while a CUDA graph is captured
+    nothing may be copied there, and nothing has changed since the step before."""
+
+    def __init__(self) -> None:
+        self.written = b""
+        self.copy = torch.empty(0, dtype=torch.int64)
+
+    def on(self, device: torch.device, words: bytes) -> Tensor:
+        """A fresh tensor of these words."""
+        if words != self.written or self.copy.device != device:
+            self.written = words
+            self.copy = torch.frombuffer(bytearray(words), dtype=torch.int64).to(device)
+        return self.copy.clone()
+
+
 class Agreement:
     """The reduced control vector of one agreement: what the kernels read, and what the host may."""
 
@@ -48,6 +64,7 @@ class Agreement:
         ranks: Ranks,
         report: Report,
         buckets: int,
+        words: HostWords,
         norms: Tensor,
         found_inf: Tensor | None,
         grad_scale: Tensor | None,
@@ -63,8 +80,7 @@ class Agreement:
             head[ops.CONTROL_SYNCS], head[ops.CONTROL_SYNCS2] = report.syncs, report.syncs**2
             head[ops.CONTROL_FACTS], head[ops.CONTROL_FACTS2] = digest, digest**2
             lanes += _lanes([b in report.touched for b in range(buckets)])
-        words = bytearray(struct.pack(f"={len(head)}q", *head) + lanes)
-        self.control = torch.frombuffer(words, dtype=torch.int64).to(norms.device)
+        self.control = words.on(norms.device, struct.pack(f"={len(head)}q", *head) + lanes)
         ops.pack_control(norms, found_inf, grad_scale, self.control)
         if ranks.replica:  # replicas hold the same slices: they count once
             self.control[: ops.NORM_LIMBS] = 0

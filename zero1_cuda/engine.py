@@ -18,7 +18,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 from . import ops
 from .buffers import Arena
 from .collectives import Ranks
-from .control import Agreement, Report, raise_together, words_faulty
+from .control import Agreement, HostWords, Report, raise_together, words_faulty
 from .group_options import GroupOptions
 from .profile import profiled
 from .reducer import Reducer
@@ -53,6 +53,7 @@ class Engine:
         self.scalars = torch.zeros(0, ops.SCALAR_WORDS)
         self.param_group = torch.zeros(0, dtype=torch.int32)
 
+        self.words = HostWords()
         self.steps_made = 0
         self.warned = dict.fromkeys(("ddp", "touched", "idle"), False)
         self.clip: Tensor | None = None  # [factor, norm] of a clip_grad_norm_ that waits for its step
@@ -138,7 +139,7 @@ class Engine:
             facts = self._facts(max_norm, scaled, edited, thawed)
             had = [h for arena in roster.arenas for h in arena.had]
             report = Report(call, had, touched, r.syncs, facts, faults + r.sparse())
-            agreement = Agreement(ranks, report, len(r.runs), self.norms, found_inf, grad_scale)
+            agreement = Agreement(ranks, report, len(r.runs), self.words, self.norms, found_inf, grad_scale)
             if (ranks.alone and not report.faults and not thawed) or not (cpu or touched or thawed):
                 return agreement, edited
             if agreement.faulty():

@@ -60,7 +60,8 @@ ZERO1_HD inline BFloat16 from_float<BFloat16>(float x) {
   const uint32_t rounded = (u + 0x7fffu + ((u >> 16) & 1u)) >> 16;
   const uint32_t hi = u >> 16;
   const uint32_t nan = (hi & 0x7fu) ? hi : (hi | 0x40u);
-  const bool is_nan = (u & 0x7fffffffu) > 0x7f800000u;
+  // 1 for a NaN, by arithmetic: a comparison would make g++ split the loop of the split master into branches
+  const uint32_t is_nan = (0x7f800000u - (u & 0x7fffffffu)) >> 31;
   return BFloat16{static_cast<uint16_t>(is_nan ? nan : rounded)};
 }
 
