@@ -4,6 +4,7 @@ data parallel: AdamW's load here, ours load there. A rank writes its part and re
 """
 
 import pathlib
+import re
 
 import pytest
 import torch
@@ -409,3 +410,36 @@ def lacking(rank, world, folder):
 
 def test_a_file_of_another_model_is_an_error_on_every_rank(tmp_path):
     run(2, lacking, tmp_path)
+
+
+# -- the documentation ------------------------------------------------------------------------------------------------
+
+RECIPES = re.findall(
+    r"^```python\n(.*?)^```$",
+    (pathlib.Path(__file__).parents[1] / "docs" / "checkpoints.md").read_text(),
+    re.MULTILINE | re.DOTALL,
+)
+
+
+def follow_the_recipes(rank, world, folder):
+    def make_model():
+        torch.manual_seed(2)
+        return nn.Sequential(nn.Linear(16, 40), nn.Linear(40, 9, bias=False))
+
+    m = make_model()
+    opt = Zero1AdamW(m.parameters(), lr=0.02)
+    schedule = torch.optim.lr_scheduler.LinearLR(opt)
+    names = {"make_model": make_model, "model": m, "opt": opt, "schedule": schedule, "folder": folder}
+    for number, recipe in enumerate(RECIPES):
+        step_both([(list(m.parameters()), opt)], rank, number)
+        before = digest(snapshot(opt, list(m.parameters())))
+        exec(compile(recipe, f"docs/checkpoints.md, block {number}", "exec"), names)
+        if "adamw = " not in recipe:  # saved and loaded again: the same
+            assert digest(snapshot(opt, list(m.parameters()))) == before, number
+    assert names["step"] == 100
+    dist.barrier()
+
+
+def test_the_recipes_of_the_documentation_run(tmp_path):
+    assert len(RECIPES) == 8
+    run(2, follow_the_recipes, tmp_path)

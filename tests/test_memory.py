@@ -64,7 +64,9 @@ def held(rank, world, dtype, options):
     opt = Zero1AdamW(model.parameters(), **options)
     planned = opt.memory_report()
     after_steps(model, opt)
-    state = union([t for entry in opt.state.values() for name, t in entry.items() if name != "step"])
+    params = list(model.parameters())
+    state = [t for entry in opt.state.values() for name, t in entry.items() if name != "step"]
+    state = union([*state, *params]) - union(params)  # an fp32 parameter is its own master
     return union(live()) - before, state, numel, planned, opt.memory_report()
 
 

@@ -6,6 +6,7 @@ make the process group late. The roster notices, and follows or reports it.
 
 from __future__ import annotations
 
+import logging
 import struct
 import zlib
 from collections.abc import Callable, Iterable
@@ -15,10 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import ops
 from .buffers import Arena, specs_of
 from .collectives import Ranks
 from .layout import Layout
 from .settings import Settings
+
+_log = logging.getLogger("zero1_cuda")
 
 Faults = list[tuple[type[Exception], str]]
 
@@ -105,6 +109,18 @@ class Roster:
         self.places.update((p, (arena, k)) for k, p in enumerate(params))
         self.versions += [self.first_versions.pop(p) for p in params]
         self.changed()
+        _log.info(
+            "rank %d of %d (x %d replicas): %d parameters, %d elements on %s, %d buckets, %d bytes of state here, %s kernels",
+            self.ranks.rank,
+            self.ranks.world_size,
+            self.ranks.replicas,
+            len(params),
+            sum(s.numel for s in arena.layout.specs),
+            arena.device,
+            len(arena.layout.buckets),
+            arena.planned_state_bytes(),
+            ops.cpu_level() if arena.device.type == "cpu" else arena.device.type,
+        )
 
     def plan(self) -> Arena:
         """The arena that `build` would make of what is pending, without memory."""
