@@ -132,6 +132,24 @@ def test_without_a_process_group(tmp_path):
         assert found == [want]
 
 
+def read_plainly(rank, world, folder):
+    """The file's tensors as anybody reads them."""
+    params, opt = made()
+    train(params, opt, rank, range(2))
+    dcp.save({"opt": opt.state_dict()}, checkpoint_id=folder)
+    whole = opt.full_state_dict(rank0_only=False)
+    zeros = {n: {k: torch.zeros(t.shape) for k, t in entry.items()} for n, entry in whole["state"].items()}
+    dcp.load({"opt": {"state": zeros}}, checkpoint_id=folder)
+    for number, entry in whole["state"].items():
+        for name, t in entry.items():
+            assert torch.equal(zeros[number][name], t), (number, name)
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_the_file_is_that_of_an_unsharded_optimizer(tmp_path, world):
+    run(world, read_plainly, tmp_path)
+
+
 # -- a save while training goes on ------------------------------------------------------------------------------------
 
 
@@ -383,8 +401,9 @@ def damaged(rank, world, folder):
     """A file is cut short: an error on every rank, and the optimizer is as before."""
     params, opt = made()
     train(params, opt, rank, range(2))
-    before = bits(params, opt)
     dcp.save({"opt": opt.state_dict()}, checkpoint_id=folder)
+    train(params, opt, rank, range(2, 4))
+    before = bits(params, opt)
     if rank == 0:
         file = next(pathlib.Path(folder).glob("__1_*"))
         file.write_bytes(file.read_bytes()[:-3000])

@@ -456,8 +456,10 @@ def test_groups_keep_their_objects_keys_and_names():
 def untouched(rank, world):
     """The given dict and its tensors are neither written to nor kept."""
     params, opt = stepped(rank)
-    for state_dict in (copy.deepcopy(opt.state_dict()), opt.full_state_dict(rank0_only=False)):
-        keep = copy.deepcopy(state_dict)
+    given = opt.state_dict(), opt.full_state_dict(rank0_only=False)
+    kept = copy.deepcopy(given)
+    train(params, opt, rank, range(5, 7))  # nor do later steps of the giver change it
+    for state_dict, keep in zip(given, kept, strict=True):
         fresh = weights(SHAPES)
         other = Zero1AdamW(fresh, lr=0.3)
         other.load_state_dict(state_dict)
@@ -469,8 +471,6 @@ def untouched(rank, world):
             for name, t in entry.items():
                 now = state_dict["state"][number][name]
                 assert torch.equal(getattr(now, "local", now), getattr(t, "local", t))
-        # what state_dict gave does not change with later steps
-        assert digest(snapshot(other, fresh)) != digest(snapshot(opt, params))
 
 
 def test_the_given_dict_is_never_written_to():

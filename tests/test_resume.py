@@ -145,13 +145,15 @@ def in_place(rank, world):
     """Into an optimizer that has gone on meanwhile: nothing of that remains."""
     r = Run(rank, (BF16, FP32), max_grad_norm=1.0)
     r.train(range(SAVED))
-    kept = copy.deepcopy(r.opt.state_dict()), copy.deepcopy(r.schedule.state_dict())
+    kept = r.opt.state_dict(), r.schedule.state_dict()
     r.train(range(SAVED, STEPS))
     want = r.ends_with()
     r.opt.clip_grad_norm_(0.01)  # waits for a step that does not come
     r.opt.load_state_dict(kept[0])
     r.schedule.load_state_dict(kept[1])
-    r.train(range(SAVED, STEPS))
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", ".*discards the clipping")  # there is none left to discard
+        r.train(range(SAVED, STEPS))
     assert r.ends_with() == want
 
 

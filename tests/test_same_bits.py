@@ -197,14 +197,20 @@ def refresh_masters(name: str, op: Any, split: bool, offset: int) -> tuple[Items
 def pack_and_clip(name: str, op: Any) -> tuple[Items, Items]:
     numbers, given, made = Numbers(name), [], []
     flags = [None, torch.zeros(1), torch.ones(1)]
-    for rows, found_inf, scale in itertools.product((0, 1, 3, 40), flags, (None, torch.tensor([1024.0]))):
-        norms = numbers.integers(rows * ops.NORM_WORDS, 2**40).view(rows, ops.NORM_WORDS)
+    # norms up to the limb given: around 1e-5, around 1, beyond fp32
+    for rows, top, found_inf, scale in itertools.product(
+        (0, 1, 3, 40), (3, 4, 9), flags, (None, torch.tensor([1024.0]))
+    ):
+        norms = numbers.integers(rows * ops.NORM_WORDS, 2**32).view(rows, ops.NORM_WORDS)
+        norms[:, top] >>= 8
+        norms[:, top + 1 : ops.NORM_NON_FINITE] = 0
         norms[:, ops.NORM_NON_FINITE :] = (norms[:, ops.NORM_NON_FINITE :] % 40 == 0).to(torch.int64)
         control = torch.full((ops.CONTROL_FLAGS,), 5, dtype=torch.int64)
         op.pack_control(norms, found_inf, scale, control)
         given.append(("norms", norms))
-        made.append(("control", control))
-        for max_norm in (1e-3, 1e17, 1e30):
+        made.append(("control", control.clone()))
+        control[ops.NORM_NON_FINITE : ops.CONTROL_CONDITIONS] *= found_inf is not None
+        for max_norm in (1e-6, 1.0, 1e30):
             clip = torch.zeros(2)
             op.clip_factor(control, scale, max_norm, clip)
             made.append(("clip", one_nan(clip)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from . import ops
 from .memory import predicted_bytes
 from .roster import Roster
 
@@ -37,6 +38,10 @@ def memory_report(roster: Roster, tables: list[Tensor]) -> dict[str, int]:
             report["state"] += arena.planned_state_bytes()
         padding += arena.padding_bytes()
     real["buffers"] += tables
+    if roster.pending:  # rows that the tables will get: steps, scalars, group; norms; options
+        report["buffers"] += len(roster.pending) * (8 + 4 * ops.SCALAR_WORDS + 4)
+        report["buffers"] += (len(arenas[-1].layout.buckets) + 1) * 8 * ops.NORM_WORDS
+        report["buffers"] += 0 if roster.arenas else len(roster.groups) * 8 * ops.GROUP_WORDS
     for kind, tensors in real.items():
         report[kind] += address_bytes(tensors)
     report["total"] = sum(report.values())

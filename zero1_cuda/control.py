@@ -94,6 +94,10 @@ class Agreement:
         lanes = self.control[skip:].cpu().view(torch.int16)[: self.buckets]
         return {int(b): int(lanes[b]) for b in lanes.nonzero().view(-1)}
 
+    def had_grad(self) -> bool:
+        """Waits for the sum. Whether any parameter had a gradient on any rank."""
+        return bool(self.control[ops.CONTROL_FLAGS :].any())
+
     def faulty(self) -> bool:
         """Waits for the sum. Whether something is wrong on any rank."""
         return words_faulty(self.ranks, self.control.tolist())

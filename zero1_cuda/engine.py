@@ -199,10 +199,10 @@ class Engine:
             warnings.warn(text, stacklevel=2)
 
     def _warn_idle(self, agreement: Agreement) -> None:
-        """Once: a step that no gradient reached. Reads flags on CPUs only."""
-        if self.warned["idle"] or agreement.control.device.type != "cpu":
+        """Once: a step that no gradient reached. (On CUDA the host does not know of other ranks.)"""
+        if self.warned["idle"] or any(agreement.report.had_grad):
             return
-        if not bool(agreement.control[ops.CONTROL_FLAGS :].any()):
+        if self.ranks.alone or (agreement.control.device.type == "cpu" and not agreement.had_grad()):
             self.warned["idle"] = True
             text = (
                 "step() found no gradient on any rank. If there was a backward, the module's parameters are no longer "

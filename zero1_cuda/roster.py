@@ -110,7 +110,7 @@ class Roster:
         self.versions += [self.first_versions.pop(p) for p in params]
         self.changed()
         _log.info(
-            "rank %d of %d (x %d replicas): %d parameters, %d elements on %s, %d buckets, %d bytes of state here, %s kernels",
+            "rank %d of %d (x %d): %d parameters, %d elements on %s, %d buckets, %d bytes of state here, %s kernels",
             self.ranks.rank,
             self.ranks.world_size,
             self.ranks.replicas,
