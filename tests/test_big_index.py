@@ -323,8 +323,8 @@ def test_all_of_adam_step() -> None:
 
 # Every 32-bit integer that the sources declare, by name, and why it holds neither a count nor an offset of elements.
 NARROW = {
-    "bits of one number": "a b u h hi sign exponent mantissa position magnitude normal tiny finite rounded nan limb "
-    "word float_to_bits flags unused",
+    "bits of one number": "a b u h hi sign exponent mantissa position magnitude normal tiny finite rounded nan "
+    "is_nan limb word float_to_bits flags unused",
     "one of a few": "master dtype dtype_in dtype_out in kKnown kLevels kMaxBuffers kNormLimbs kNormWords kRows w",
     "inside a vector, a warp, a block or a chunk": "i n at count count_of half lane lane_begin chunk_lanes distance "
     "kPerThread kThreads kThreadsPerChunk kChunksPerBlock kFullWarp kWords",

@@ -164,7 +164,6 @@ def test_without_it_the_rate_is_copied() -> None:
     assert tables[0] != tables[1]
 
 
-@pytest.mark.xfail(reason="the control vector is copied from the host in every step", strict=False)
 def test_nothing_comes_from_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once it has been warmed up, a step makes no tensor from the host's memory: a capture could not hold the copy."""
     rate = torch.tensor(1e-3)

@@ -188,9 +188,7 @@ def bytes_moved(rank, world, folder):
     dcp.load(small, checkpoint_id=f"{folder}/small")
     state = {"opt": opt.state_dict()}
     dcp.save(state, checkpoint_id=folder)
-    part = (
-        sum(t.nbytes for entry in opt.state.values() for t in entry.values()) + sum(p.nbytes for p in params) // world
-    )
+    part = sum(t.nbytes for entry in opt.state.values() for t in entry.values())  # fp32 parameters are their masters
     written = sum(f.stat().st_size for f in pathlib.Path(folder).glob(f"__{rank}_*"))
     before = read_so_far()
     dcp.load(state, checkpoint_id=folder)

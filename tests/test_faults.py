@@ -50,6 +50,10 @@ def die(number=signal.SIGKILL):
     time.sleep(60)
 
 
+def die_at_a_folder(path, target, rename=pathlib.Path.rename):
+    return die() if path.is_dir() else rename(path, target)
+
+
 def replace(owner, name, new):
     """For the rest of this process."""
     setattr(owner, name, new)
@@ -79,7 +83,8 @@ FAULTS = {
     "terminated in backward": lambda m, _: m[0].weight.register_hook(lambda g: die(signal.SIGTERM)),
     "killed in the step": lambda m, _: replace(collectives.Ranks, "start_gather", lambda *_: die()),
     "killed in save": lambda m, _: replace(os, "fsync", lambda *_: die()),
-    "killed before the rename": lambda m, _: replace(pathlib.Path, "rename", lambda *_: die()),
+    "killed before the metadata": lambda m, _: replace(pathlib.Path, "rename", lambda *_: die()),  # DCP renames it
+    "killed before the rename": lambda m, _: replace(pathlib.Path, "rename", die_at_a_folder),
     "killed before it is the latest": lambda m, _: replace(pathlib.Path, "replace", lambda *_: die()),
     "no large files": lambda m, folder: no_large_files(folder),
     "disk full": lambda m, folder: fill(folder),
@@ -225,6 +230,7 @@ def strike(folder, world, fault, faulty, unbroken):
         ("terminated in backward", 2, 0),
         ("killed in the step", 3, 1),
         ("killed in save", 3, 2),
+        ("killed before the metadata", 2, 0),
         ("killed before the rename", 2, 0),
         ("killed before it is the latest", 2, 0),
         ("no large files", 2, 1),

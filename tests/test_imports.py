@@ -16,7 +16,7 @@ import zero1_cuda
 PACKAGE = Path(zero1_cuda.__file__).parent
 CSRC = Path(__file__).parents[1] / "csrc"
 FLOORS = [
-    {"ops", "settings", "memory", "profile"},
+    {"ops", "settings", "memory", "profile", "arguments"},
     {"layout", "shard", "group_options", "reference"},
     {"buffers", "collectives"},
     {"roster", "control"},

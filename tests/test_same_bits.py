@@ -210,9 +210,10 @@ def pack_and_clip(name: str, op: Any) -> tuple[Items, Items]:
         given.append(("norms", norms))
         made.append(("control", control.clone()))
         control[ops.NORM_NON_FINITE : ops.CONTROL_CONDITIONS] *= found_inf is not None
-        for max_norm in (1e-6, 1.0, 1e30):
-            clip = torch.zeros(2)
-            op.clip_factor(control, scale, max_norm, clip)
+        clip = torch.zeros(2)
+        for max_norm in (1e-6, 1.0, 1e30, None):
+            # the last: half as much again as the norm
+            op.clip_factor(control, scale, 1.5 * float(clip[1]) if max_norm is None else max_norm, clip)
             made.append(("clip", one_nan(clip)))
     return given, made
 

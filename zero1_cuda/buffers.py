@@ -16,6 +16,7 @@ from torch import Tensor
 from . import ops
 from .layout import Layout, ParamSpec, Piece, aligned
 
+JOINED = 2**16  # elements of a split master that are put together at a time; temporaries stay small
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 
@@ -42,11 +43,14 @@ def view_of(flat: Tensor, begin: int, shape: Sequence[int], stride: Sequence[int
 
 
 def join_master(param: Tensor, remainder: Tensor) -> Tensor:
-    """The fp32 master of a split pair, bf16 `param` and int16 `remainder`, elementwise (as convert.h has it)."""
-    high = param.view(torch.int16).to(torch.int32)
-    low = remainder.to(torch.int32) & 0xFFFF
-    went_up = (low > 0x8000) & ~param.isnan()
-    return (((high - went_up.to(torch.int32)) << 16) | low).view(torch.float32)
+    """The fp32 master of a split pair, 1-D bf16 `param` and int16 `remainder` (as convert.h has it)."""
+    out = torch.empty(param.numel(), dtype=torch.float32, device=param.device)
+    for part, p, r in zip(out.split(JOINED), param.split(JOINED), remainder.split(JOINED), strict=True):
+        high = p.view(torch.int16).to(torch.int32)
+        low = r.to(torch.int32) & 0xFFFF
+        went_up = (low > 0x8000) & ~p.isnan()
+        part.view(torch.int32).copy_(((high - went_up.to(torch.int32)) << 16) | low)
+    return out
 
 
 def settle_tie(master: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .arguments import check_options
 from .buffers import Arena
 from .control import Report, raise_together
 from .engine import Engine
@@ -52,6 +53,7 @@ def local_state_dict(engine: Engine) -> dict[str, Any]:
         return copy.copy(engine.whole)
     roster = engine.roster
     roster.take_up(roster.follow([]))
+    engine.make_room()
     places = engine.roster.places
     planned = {p: k for k, p in enumerate(roster.pending)}
     plan = roster.plan() if planned else None
@@ -144,20 +146,22 @@ def whole_state_dict(engine: Engine, to: int | None) -> dict[str, Any]:
 # -- in -------------------------------------------------------------------------------------------------------------
 
 
-def load(engine: Engine, state_dict: Mapping[str, Any]) -> None:
-    """Collective: takes a part, a whole state or a state of torch's; ValueError on every rank, or none."""
+def load(engine: Engine, state_dict: Mapping[str, Any], error: Exception | None = None) -> None:
+    """Collective: takes a part, a whole state or a state of torch's; ValueError on every rank, or none.
+
+    error: what has gone wrong on this rank before.
+    """
     ranks = engine.ranks
     plan: _Loading | None = None
-    error: Exception | None = None
     empty = not state_dict
-    if not empty:
+    if not empty and error is None:
         try:
             plan = _Loading(engine, state_dict)
-        except (ValueError, TypeError, KeyError, AttributeError, IndexError) as e:
+        except Exception as e:
             error = e if isinstance(e, ValueError) else ValueError(f"not a state_dict of an optimizer: {e!r}")
     kind = 3 if error else 2 if empty else plan.kind if plan else 0
     rows = [row[0] for row in ranks.gather_integers([kind])]
-    sent = rows[0] == _WHOLE and set(rows[1:]) == {2}
+    sent = rows[0] == _WHOLE and set(rows) == {_WHOLE, 2}  # (in a grid the first rank of every replica has it)
     if not sent and len(set(rows)) > 1 and 3 not in rows:
         error = ValueError(
             f"load_state_dict: ranks were given different things ({', '.join(_KINDS[r] for r in rows)}). "
@@ -193,6 +197,8 @@ class _Loading:
         groups, state = state_dict["param_groups"], state_dict["state"]
         self._check_groups(groups)
         self.groups = [{k: copy.deepcopy(v) for k, v in g.items() if k != "params"} for g in groups]
+        for group, new in zip(engine.groups, self.groups, strict=True):
+            check_options({**group, **new}, "load_state_dict: ")
         self.entries: dict[int, dict[str, Any]] = {}  # by parameter number
         params = engine.roster.numbered()
         key_of = self._keys(groups)
@@ -281,8 +287,10 @@ class _Loading:
             if name not in entry:
                 continue
             t = entry[name]
-            if not torch.is_tensor(t) or not t.is_floating_point():
-                raise ValueError(f"load_state_dict: {name} of parameter {number} is not a floating-point tensor")
+            if not torch.is_tensor(t) or not t.is_floating_point() or t.layout != torch.strided:
+                raise ValueError(f"load_state_dict: {name} of parameter {number} is not a dense floating-point tensor")
+            if t.device.type == "meta" and arena.device.type != "meta":
+                raise ValueError(f"load_state_dict: {name} of parameter {number} is on the meta device, without data")
             if isinstance(t, FlatShard):
                 if tuple(t.shape) != tuple(p.shape) or t.dense_stride != tuple(arena.strides[k]):
                     raise ValueError(
@@ -299,7 +307,9 @@ class _Loading:
             step = entry["step"]
             if torch.is_tensor(step) and step.numel() != 1:
                 raise ValueError(f"load_state_dict: step of parameter {number} has {step.numel()} elements, wanted one")
-            float(step)
+        count = float(mark[0] if mark is not None else entry["step"])
+        if not 0 <= count < 2**62 or count != int(count):
+            raise ValueError(f"load_state_dict: step of parameter {number}: a count wanted, got {count}")
 
     def _group_of(self, number: int) -> int:
         for g, group in enumerate(self.engine.groups):
@@ -317,7 +327,7 @@ class _Loading:
                     group["lr"].fill_(float(value))
                 else:
                     group[key] = value
-        engine.make_state()
+        engine.make_room(create=True)
         places = engine.roster.places
         with torch.no_grad():
             for number, p in enumerate(engine.roster.numbered()):
@@ -362,7 +372,8 @@ def _receive(engine: Engine, plan: _Loading | None) -> _Loading:
     groups, shapes, steps = ranks.share_object(head)
     if plan is None:
         plan = _Loading.__new__(_Loading)
-        plan.engine, plan.groups, plan.kind = engine, groups, _WHOLE
+    plan.engine, plan.groups, plan.kind = engine, groups, _WHOLE
+    if head is None or ranks.rank or ranks.replica:
         plan.entries = {number: {"step": steps[number]} for number in shapes}
     params, places = engine.roster.numbered(), engine.roster.places
     for number, entry in shapes.items():

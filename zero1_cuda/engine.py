@@ -132,7 +132,7 @@ class Engine:
             if scaled and not thawed and all(p.grad is None for p in roster.params):
                 faults.append((RuntimeError, "a loss scaler is at work but no parameter has a gradient"))
             touched = r.touched(suspicious)
-            if touched and not scaled:
+            if touched and not scaled and not suspicious:
                 self._warn_touched(by_hand=r.syncs < 2)
             if self.settings.skip_nonfinite or scaled or max_norm is not None:
                 self._add_norms()
@@ -243,7 +243,7 @@ class Engine:
         if clip is None and s.max_grad_norm is not None:
             clip = self._clip_factor(agreement, s.max_grad_norm, grad_scale)
         self.last_norm = None if clip is None else clip[1]
-        self._make_room()
+        self.make_room(create=True)
         self.roster.take_up(edited)
         self.roster.seen(edited)
         ops.step_control(
@@ -292,9 +292,10 @@ class Engine:
         ops.clip_factor(agreement.control, grad_scale, max_norm, clip)
         return clip
 
-    def _make_room(self) -> None:
-        """State at the first step; maxima where a group has turned amsgrad on."""
+    def make_room(self, create: bool = False) -> None:
+        """Maxima where a group has turned amsgrad on; create: state for the arenas that have none."""
         fresh = False
+        self.options.update(self.roster.device)
         amsgrad = any(row[5] & ops.GROUP_AMSGRAD for row in self.options.rows)
         for arena in self.roster.arenas:
             if amsgrad:
@@ -302,7 +303,7 @@ class Engine:
                 if any(w and not a for w, a in zip(wanted, arena.amsgrad, strict=True)):
                     arena.set_amsgrad(wanted)
                     fresh = True
-            if not arena.has_state:
+            if create and not arena.has_state:
                 arena.make_state()
                 fresh = True
         if fresh:
@@ -322,11 +323,6 @@ class Engine:
         self.expose_state()
         self.roster.seen(list(range(len(self.roster.params))))
         self.clip = self.whole = None
-
-    def make_state(self) -> None:
-        """State for all parameters, before a load."""
-        self.options.update(self.roster.device)
-        self._make_room()
 
     def _on_backward(self) -> None:
         if self.clip is not None:

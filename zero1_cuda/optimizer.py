@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import zlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -16,64 +15,11 @@ from torch.optim import Optimizer
 
 from . import checkpoint
 from .accounting import memory_report
+from .arguments import check_apart, check_options, check_param
 from .collectives import Ranks
 from .engine import Engine
 from .gather_hooks import watch_module
 from .settings import Settings
-
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-def _check_options(options: dict[str, Any], what: str = "") -> None:
-    """ValueError / TypeError for an option outside its range, as torch.optim.AdamW checks them."""
-    lr, betas = options["lr"], options["betas"]
-    if torch.is_tensor(lr) and lr.numel() != 1:
-        raise ValueError(f"{what}lr: a float or a tensor of one element wanted, got shape {tuple(lr.shape)}")
-    if (not torch.is_tensor(lr) and isinstance(lr, (bool, str))) or not float(lr) >= 0.0:
-        raise ValueError(f"{what}lr: at least 0 wanted, got {lr!r}")
-    if len(betas) != 2:
-        raise ValueError(f"{what}betas: two numbers wanted, got {betas!r}")
-    for i, beta in enumerate(betas):
-        if torch.is_tensor(beta) and beta.numel() != 1:
-            raise ValueError(f"{what}betas[{i}]: a number wanted, got a tensor of shape {tuple(beta.shape)}")
-        if not 0.0 <= float(beta) < 1.0:
-            raise ValueError(f"{what}betas[{i}]: a number in [0, 1) wanted, got {beta!r}")
-    for name in ("eps", "weight_decay"):
-        if not float(options[name]) >= 0.0:
-            raise ValueError(f"{what}{name}: at least 0 wanted, got {options[name]!r}")
-
-
-def _check_param(p: Tensor, what: str) -> None:
-    """TypeError / ValueError for a tensor that cannot be a parameter here."""
-    plain = type(p) in (torch.Tensor, torch.nn.Parameter) or (
-        isinstance(p, torch.nn.Parameter)
-        and type(p).__torch_dispatch__ is torch.nn.Parameter.__torch_dispatch__
-        and not torch.nn.parameter.is_lazy(p)
-    )
-    if not plain:
-        raise TypeError(f"{what} is a {type(p).__name__}; plain tensors wanted (no DTensor, no tensor subclass)")
-    if p.layout != torch.strided or p.is_quantized:
-        raise TypeError(f"{what} is sparse or quantised; dense tensors wanted")
-    if p.dtype not in DTYPES:
-        raise TypeError(f"{what} is {p.dtype}; torch.float16, torch.bfloat16 or torch.float32 wanted")
-    if p.device.type not in ("cpu", "cuda", "meta"):
-        raise ValueError(f"{what} is on {p.device}; CPU or CUDA wanted")
-
-
-def _check_apart(params: list[Tensor]) -> None:
-    """ValueError for two parameters over the same memory: as views of a flat buffer they would no longer be tied."""
-    spans = [
-        (p.data_ptr(), p.data_ptr() + p.nbytes, i)
-        for i, p in enumerate(params)
-        if p.numel() and p.device.type != "meta" and p.is_contiguous()
-    ]
-    for (_, end, i), (begin, _, j) in itertools.pairwise(sorted(spans)):
-        if begin < end:
-            shapes = [tuple(params[k].shape) for k in (i, j)]
-            raise ValueError(
-                f"parameters {i} and {j} (shapes {shapes[0]} and {shapes[1]}) share memory; tie weights by using one "
-                "Parameter twice"
-            )
 
 
 class _Zero1(Optimizer):
@@ -86,7 +32,7 @@ class _Zero1(Optimizer):
             made = self._check_settings(settings)
             if not all(k in defaults for k in ("lr", "betas")):
                 raise TypeError("lr and betas wanted")
-            _check_options(defaults)
+            check_options(defaults)
             if defaults["differentiable"]:
                 raise ValueError("differentiable=True: autograd through the fused step is not supported")
             super().__init__(params, {**defaults, "decoupled_weight_decay": self._decoupled})
@@ -133,15 +79,15 @@ class _Zero1(Optimizer):
     def _check_groups(groups: list[dict[str, Any]]) -> None:
         devices = set()
         for g, group in enumerate(groups):
-            _check_options(group, f"parameter group {g}: ")
+            check_options(group, f"parameter group {g}: ")
             names = group.get("param_names")
             for i, p in enumerate(group["params"]):
                 what = f"parameter {names[i]!r}" if names else f"parameter {i} of group {g}, shape {tuple(p.shape)},"
-                _check_param(p, what)
+                check_param(p, what)
                 devices.add(p.device)
         if len(devices) > 1:
             raise ValueError(f"all parameters must be on one device; they are on {sorted(map(str, devices))}")
-        _check_apart([p for group in groups for p in group["params"]])
+        check_apart([p for group in groups for p in group["params"]])
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -299,13 +245,17 @@ class _Zero1(Optimizer):
             ValueError: on every rank, with nothing changed: a part of another rank or world size, missing, surplus or
                 misshapen entries.
         """
-        state_dict = dict(state_dict)
-        for pre in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = pre(self, state_dict) or state_dict
+        error: Exception | None = None
+        try:
+            state_dict = dict(state_dict)
+            for pre in self._optimizer_load_state_dict_pre_hooks.values():
+                state_dict = pre(self, state_dict) or state_dict
+        except Exception as e:  # a hook that fails here must not leave the other ranks waiting
+            error = ValueError(f"load_state_dict: {e}")
         engine = self._engine
         engine.ready()
         with torch.no_grad():
-            checkpoint.load(engine, state_dict)
+            checkpoint.load(engine, state_dict, error)
         for post in self._optimizer_load_state_dict_post_hooks.values():
             post(self)
 
@@ -344,6 +294,7 @@ class _Zero1(Optimizer):
         engine = self._engine
         engine.ready()
         engine.roster.take_up(engine.roster.follow([]))
+        engine.make_room()
 
     def memory_report(self) -> dict[str, int]:
         """Bytes on this rank: params, grads, state, buffers, total (their sum), padding (part of them), predicted.
