@@ -110,11 +110,11 @@ def worker(rank: int, world: int, mb: float, rounds: int, folder: Path) -> None:
     for turn in range(rounds + 1):
         for name, (write, read) in ways.items():
             path = folder / (name if name == "dcp" else f"{name}-{rank}")
-            written, _ = measure(lambda write=write, path=path: write(path))  # type: ignore[misc]
+            written, _ = measure(lambda write=write, path=path: write(path))
             dist.barrier()
             drop(path)
-            loaded, needed = measure(lambda read=read, path=path: read(path))  # type: ignore[misc]
-            again, needed_again = measure(lambda read=read, path=path: read(path))  # type: ignore[misc]
+            loaded, needed = measure(lambda read=read, path=path: read(path))
+            again, needed_again = measure(lambda read=read, path=path: read(path))
             if turn:  # the first one warms up
                 found[name]["save"].append(written)
                 found[name]["load"].append(loaded)

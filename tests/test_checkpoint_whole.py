@@ -395,3 +395,18 @@ def test_other_ranks_need_no_more_than_a_parameter(split):
     assert 90 < gave_0 < 96 + 24  # the whole state, and what a parameter takes on its way
     assert gave < 4 + 1
     assert max(took, took_0) < 48 + 12 + 1
+
+
+def test_maxima_are_not_made_up():
+    """An amsgrad state of torch's that lacks its maxima is refused; taken for zeros they would change the run."""
+    p, q = torch.nn.Parameter(torch.ones(5)), torch.nn.Parameter(torch.ones(5))
+    theirs = torch.optim.AdamW([q], amsgrad=True)
+    q.grad = torch.ones(5)
+    theirs.step()
+    state_dict = theirs.state_dict()
+    opt = Zero1AdamW([p], amsgrad=True)
+    opt.load_state_dict(state_dict)
+    assert torch.equal(opt.full_param_state(p)["max_exp_avg_sq"], state_dict["state"][0]["max_exp_avg_sq"])
+    del state_dict["state"][0]["max_exp_avg_sq"]
+    with pytest.raises(ValueError, match="max_exp_avg_sq"):
+        opt.load_state_dict(state_dict)

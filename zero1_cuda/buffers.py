@@ -16,7 +16,7 @@ from torch import Tensor
 from . import ops
 from .layout import Layout, ParamSpec, Piece, aligned
 
-JOINED = 2**16  # elements of a split master that are put together at a time; temporaries stay small
+JOINED = 2**16  # elements of a master that are converted at a time; temporaries stay small
 SIXTEEN_BIT = (torch.float16, torch.bfloat16)
 
 
@@ -302,13 +302,15 @@ class Arena:
     def write_master(self, piece: Piece, master: Tensor) -> None:
         """Sets masters, and the weights to them, rounded."""
         param, stored = self.param_piece(piece), self._master_view(piece)
-        if param.dtype == torch.bfloat16:
-            master = settle_tie(master)
-        param.copy_(master)
-        if stored is not None and stored.dtype == torch.float32:
-            stored.copy_(master)
-        elif stored is not None:
-            stored.copy_((master.view(torch.int32) & 0xFFFF).to(torch.int16))
+        for at in range(0, param.numel(), JOINED):
+            block = master[at : at + JOINED]
+            if param.dtype == torch.bfloat16:
+                block = settle_tie(block)
+            param[at : at + JOINED].copy_(block)
+            if stored is not None and stored.dtype == torch.float32:
+                stored[at : at + JOINED].copy_(block)
+            elif stored is not None:
+                stored[at : at + JOINED].copy_((block.view(torch.int32) & 0xFFFF).to(torch.int16))
 
     def moments(self, piece: Piece) -> dict[str, Tensor]:
         """Views [hi - lo] of the moments of a piece, by torch's names. Only after `make_state`."""

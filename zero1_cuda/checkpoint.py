@@ -259,7 +259,7 @@ class _Loading:
         entry, engine = self.entries[number], self.engine
         wanted = ["step", *MOMENTS[:2], *(["master"] if ours else [])]
         amsgrad = self.groups[self._group_of(number)].get("amsgrad", arena.amsgrad[k])
-        if amsgrad and not (torch.is_tensor(entry.get("step")) and not ours):
+        if amsgrad:
             wanted.append(MOMENTS[2])
         missing = [name for name in wanted if name not in entry]
         if missing:

@@ -318,6 +318,7 @@ class Engine:
 
     def loaded(self) -> None:
         """Collective: after a load every rank gathers the weights and takes them for seen."""
+        self.reducer.end_cycle()
         self.reducer.start_gathers()
         self.reducer.finish_gathers()
         self.expose_state()
