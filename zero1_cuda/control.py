@@ -52,7 +52,7 @@ class HostWords:
         """A fresh tensor of these words."""
         if words != self.written or self.copy.device != device:
             self.written = words
-            self.copy = torch.frombuffer(bytearray(words), dtype=torch.int64).to(device)
+            self.copy = torch.frombuffer(bytearray(words), dtype=torch.int64).to(device, non_blocking=True)
         return self.copy.clone()
 
 

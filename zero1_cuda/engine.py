@@ -219,7 +219,7 @@ class Engine:
         return {
             "edited weights": [roster.name_of(roster.params[k]) for k in edited],
             "unfrozen parameters": [roster.name_of(p) for p in thawed],
-            "steps made": self.steps_made,
+            "steps made": 0 if self.settings.capturable else self.steps_made,  # (equal words from step to step)
             "loss scaling": scaled,
             "clipping": max_norm,
             "group options": self.options.digest(),

@@ -31,7 +31,7 @@ class GroupOptions:
         packed = bytearray(b"".join(struct.pack("<5d3q", *row) for row in rows))
         table = torch.frombuffer(packed, dtype=torch.float64) if rows else torch.empty(0, dtype=torch.float64)
         # A fresh pageable copy each time: a reused pinned one could be overwritten before it is read.
-        self.table = table.reshape(-1, ops.GROUP_WORDS).to(device)
+        self.table = table.reshape(-1, ops.GROUP_WORDS).to(device, non_blocking=True)
         return True
 
     def digest(self) -> int:

@@ -219,7 +219,7 @@ class Roster:
         if edited:
             flags = torch.zeros(len(self.params), dtype=torch.uint8)
             flags[edited] = 1
-            flags = flags.to(self.device)
+            flags = flags.to(self.device, non_blocking=True)
             for arena in self.arenas:
                 arena.refresh_masters(flags)
 
