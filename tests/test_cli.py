@@ -89,6 +89,8 @@ def test_memory_as_a_table(capsys):
         (["--params", "7.5e9", "--world-size", "0"], "--world-size"),
         (["--params", "7.5e9", "--world-size", "1,,4"], "--world-size"),
         (["--params", "7.5e9", "--dtype", "fp8"], "--dtype"),
+        (["--params", "7.5e9", "--gpu-memory", "80"], "--gpu-memory"),
+        (["--params", "7.5e9", "--shapes", "model.safetensors"], "--params"),
         ([], "--params"),
     ],
     ids=lambda value: " ".join(value) or "nothing" if isinstance(value, list) else "",

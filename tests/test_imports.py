@@ -18,7 +18,7 @@ CSRC = Path(__file__).parents[1] / "csrc"
 FLOORS = [
     {"ops", "settings", "memory", "profile", "arguments"},
     {"layout", "shard", "group_options", "reference"},
-    {"buffers", "collectives"},
+    {"buffers", "collectives", "planner"},
     {"roster", "control"},
     {"reducer", "accounting"},
     {"engine"},

@@ -45,6 +45,7 @@ def test_overlap_costs_one_slice_of_the_gradients(param_bytes):
     assert alone.buffers == 0
     assert four.buffers == param_bytes * 1000 // 4
     assert four.total == four.predicted + four.buffers
+    assert four.floor == 2 * param_bytes * 1000
 
 
 def test_integers_stay_exact_where_a_float_would_not():
@@ -63,4 +64,6 @@ def test_table_shows_every_row_and_no_division_by_zero():
     lines = memory.table(rows, memory.formula(2)).splitlines()
     assert [line.split()[0] for line in lines[1:-1]] == [str(n) for n in RANKS]
     assert lines[1 + RANKS.index(64)].split()[4:6] == ["31.41", "120.00"]
+    assert lines[0].split()[-2:] == ["buffers", "total"]
+    assert lines[1].split()[-2:] == ["0.00", "120.00"]
     assert memory.table([memory.footprint(0, 1)], memory.formula(2))

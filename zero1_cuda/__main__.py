@@ -17,7 +17,7 @@ import sys
 from collections.abc import Callable
 from decimal import Decimal, InvalidOperation
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import zero1_cuda
 from zero1_cuda import memory
@@ -169,20 +169,63 @@ def _names(text: str) -> list[str]:
     return [part.strip() for part in text.split(",")]
 
 
+def _size(text: str) -> int:
+    try:
+        return memory.parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _planner(args: argparse.Namespace) -> tuple[str, str, Callable[[int], memory.Footprint]]:
+    """What is planned, its formula in words, and the footprint for a number of ranks."""
+    split, overlap = args.master_weights == "split", not args.no_overlap
+    if args.shapes is None:
+        dtype = args.dtype or "bf16"
+        size, split = memory.DTYPE_BYTES[dtype], split and dtype == "bf16"  # other types keep whole masters
+        title = f"{args.params:,} parameters in {dtype}"
+        return title, memory.formula(size, split), lambda n: memory.footprint(args.params, n, size, split, overlap)
+    planner = importlib.import_module("zero1_cuda.planner")
+    specs, left_out = planner.read_specs(args.shapes, args.dtype)
+    dtypes = sorted({str(s.dtype).removeprefix("torch.") for s in specs})
+    title = f"{sum(s.numel for s in specs):,} parameters in {len(specs)} tensors, {' and '.join(dtypes)}"
+    if left_out:
+        title += f"; {len(left_out)} left out: not floating-point"
+    sizes = {(s.dtype.itemsize, split and "bfloat16" in str(s.dtype)) for s in specs}
+    return (
+        title,
+        memory.formula(*sizes.pop()) if len(sizes) == 1 else "4 to 8 Psi + share",
+        lambda n: cast(memory.Footprint, planner.plan(specs, n, split, overlap)),
+    )
+
+
 def _print_memory(args: argparse.Namespace) -> int:
-    split = (
-        args.master_weights == "split" and args.dtype == "bf16"
-    )  # other types keep whole masters, as in the optimizer
-    size = memory.DTYPE_BYTES[args.dtype]
-    rows = [memory.footprint(args.params, world_size, size, split, overlap=True) for world_size in args.world_size]
+    try:
+        title, formula, footprint = _planner(args)
+    except (OSError, ValueError) as error:  # not the file it should be
+        print(f"zero1_cuda memory: --shapes: {_told(error)}", file=sys.stderr)
+        return 2
+    except ImportError as error:
+        print(f"zero1_cuda memory: --shapes needs torch and the compiled library: {_one_line(error)}", file=sys.stderr)
+        return 1
+    rows = [footprint(world_size) for world_size in args.world_size]
+    psi = formula.partition(" + ")[0]  # of the floor
+    limit = args.gpu_memory
+    fitting = memory.smallest_world_size(limit, lambda n: footprint(n).total) if limit else None
     if args.json:
-        print(json.dumps([row.as_dict() for row in rows], indent=2))
+        fits = {"gpu_memory": limit, "smallest_world_size": fitting} if limit else {}
+        print(json.dumps([row.as_dict() | fits for row in rows], indent=2))
     else:
-        table = memory.table(rows, memory.formula(size, split))
-        print(f"{args.params:,} parameters in {args.dtype}\n\n{table}")
+        print(f"{title}\n\n{memory.table(rows, formula)}")
+        padded = [row.as_dict().get("padding") for row in rows]
+        if None not in padded:
+            print(
+                f"with the layout's padding, at most {memory.size_text(max(map(int, filter(None, padded)), default=0))}"
+            )
+        if limit:
+            print(_fit(limit, fitting, footprint, psi))
     if args.plot:
         try:
-            _plot(rows, args.plot, f"{args.params:.4g} parameters in {args.dtype}")
+            _plot(rows, footprint, args.plot, title, limit, psi)
         except ModuleNotFoundError as error:
             print(f"zero1_cuda memory: --plot needs matplotlib ({error})", file=sys.stderr)
             return 1
@@ -192,19 +235,57 @@ def _print_memory(args: argparse.Namespace) -> int:
     return 0
 
 
-def _plot(rows: list[memory.Footprint], path: str, title: str) -> None:
+def _told(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"cannot read {error.filename}: {error.strerror}"
+    return str(error)
+
+
+def _fit(limit: int, fitting: int | None, footprint: Callable[[int], memory.Footprint], psi: str) -> str:
+    """The answer to --gpu-memory."""
+    room = memory.size_text(limit)
+    if fitting is not None:
+        ranks = "1 rank" if fitting == 1 else f"{fitting} ranks"
+        return (
+            f"{room} per GPU: fits from {ranks} on ({memory.size_text(footprint(fitting).total)}); "
+            "activations come on top"
+        )
+    return (
+        f"{room} per GPU: nothing fits, up to {memory.MOST_RANKS} ranks: the floor of {psi} (params and grads, which "
+        f"ranks do not share) is {memory.size_text(footprint(1).floor)}"
+    )
+
+
+def _plot(
+    rows: list[memory.Footprint],
+    footprint: Callable[[int], memory.Footprint],
+    path: str,
+    title: str,
+    limit: int | None,
+    psi: str,
+) -> None:
+    """Bytes per rank against the number of ranks, by kind, and what bounds them from below and above."""
     matplotlib = importlib.import_module("matplotlib")
     matplotlib.use("Agg")  # a file is written; no display is needed
     figure, axes = importlib.import_module("matplotlib.pyplot").subplots(figsize=(7, 4.2))
-    labels = [str(row.world_size) for row in rows]
-    bottom = [0.0] * len(rows)
-    for name in ("params", "grads", "state", "buffers"):
-        heights = [getattr(row, name) / 1e9 for row in rows]
-        axes.bar(labels, heights, bottom=bottom, width=0.6, label=name)
-        bottom = [below + height for below, height in zip(bottom, heights, strict=True)]
-    axes.axhline(rows[0].baseline / 1e9, color="black", linestyle="--", linewidth=1, label="plain data parallel")
+    given = sorted({row.world_size for row in rows})
+    between = {2**k for k in range(given[-1].bit_length()) if 2**k >= given[0]}
+    curve = [footprint(n) for n in sorted(between | set(given))]
+    ranks = [row.world_size for row in curve]
+    kinds = ("params", "grads", "state", "buffers")
+    axes.stackplot(ranks, [[getattr(row, kind) / 1e9 for row in curve] for kind in kinds], labels=kinds, alpha=0.7)
+    axes.plot(ranks, [row.total / 1e9 for row in curve], color="black", marker="o", markersize=3, label="total")
+    floor = curve[0].floor
+    axes.axhline(floor / 1e9, color="black", linestyle=":", linewidth=1, label=f"floor: {psi}")
+    axes.axhline(curve[0].baseline / 1e9, color="black", linestyle="--", linewidth=1, label="plain data parallel")
+    if limit:
+        axes.axhline(limit / 1e9, color="red", linewidth=1, label="GPU memory")
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(given, map(str, given))
+    axes.minorticks_off()
+    axes.set_ylim(bottom=0)
     axes.set(xlabel="ranks", ylabel="GB per rank (1e9 bytes)", title=title)
-    axes.legend()
+    axes.legend(fontsize="small")
     figure.tight_layout()
     figure.savefig(path, dpi=150)
 
@@ -230,18 +311,29 @@ def _parser() -> argparse.ArgumentParser:
     command.set_defaults(run=_print_info)
 
     command = commands.add_parser("memory", help="bytes per rank: 16 Psi against 4 Psi + 12 Psi / N")
-    command.add_argument(
-        "--params", type=_count, required=True, metavar="PSI", help="trainable parameters, such as 7.5e9"
+    model = command.add_mutually_exclusive_group(required=True)
+    model.add_argument("--params", type=_count, metavar="PSI", help="trainable parameters, such as 7.5e9")
+    model.add_argument(
+        "--shapes", metavar="FILE", help="a safetensors file or index (.json): its shapes, with the layout's padding"
     )
     command.add_argument(
         "--world-size", type=_counts, default=_counts("1,4,16,64,256,1024"), metavar="N,N,...", help="numbers of ranks"
     )
-    command.add_argument("--dtype", choices=tuple(memory.DTYPE_BYTES), default="bf16", help="of the parameters")
+    command.add_argument(
+        "--dtype", choices=tuple(memory.DTYPE_BYTES), help="of the parameters; default: bf16, or as in FILE"
+    )
     command.add_argument(
         "--master-weights", choices=("fp32", "split"), default="fp32", help="as the optimizer's argument"
     )
+    command.add_argument(
+        "--split-master", dest="master_weights", action="store_const", const="split", help="the same as 'split'"
+    )
+    command.add_argument("--no-overlap", action="store_true", help="overlap_reduce=False: no buffers")
+    command.add_argument(
+        "--gpu-memory", type=_size, metavar="SIZE", help="80GB (10^9) or 80GiB (2^30): the smallest N that fits"
+    )
     command.add_argument("--json", action="store_true", help="as JSON, in bytes")
-    command.add_argument("--plot", metavar="FILE.png", help="draw the table as well (needs matplotlib)")
+    command.add_argument("--plot", metavar="FILE.png", help="draw the curve against N (needs matplotlib)")
     command.set_defaults(run=_print_memory)
 
     command = commands.add_parser("bench", help="kernel throughput on this machine")

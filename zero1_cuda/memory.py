@@ -12,16 +12,21 @@ parameter lacks: 2 Psi + 2 Psi + 10 Psi / N. Reducing while backward runs takes 
 (`buffers`, 2 Psi / N or 4 Psi / N; none when N = 1). Source: Rajbhandari et al., "ZeRO: Memory Optimizations Toward
 Training Trillion Parameter Models", 2020, table 1.
 
-Padding is left out; `Zero1AdamW.memory_report()` counts it.
+Padding is left out; `planner.plan` and `Zero1AdamW.memory_report()` count it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from decimal import Decimal
 
 #: bytes per element of the parameters and of their gradients
 DTYPE_BYTES = {"bf16": 2, "fp16": 2, "fp32": 4}
+
+#: how many ranks are tried to find a number that fits
+MOST_RANKS = 2**16
 
 _UNITS = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"))
 
@@ -45,8 +50,13 @@ class Footprint:
 
     @property
     def total(self) -> int:
-        """`predicted` and the buffers."""
-        return self.predicted + self.buffers
+        """All of it: params + grads + state + buffers."""
+        return self.params + self.grads + self.state + self.buffers
+
+    @property
+    def floor(self) -> int:
+        """params + grads, which more ranks do not make less: 4 Psi, with fp32 parameters 8 Psi."""
+        return self.params + self.grads
 
     def as_dict(self) -> dict[str, int]:
         return {
@@ -104,6 +114,20 @@ def predicted_bytes(numel: int, world_size: int, param_bytes: int, split: bool =
     return footprint(numel, world_size, param_bytes, split).predicted
 
 
+def smallest_world_size(limit: int, total: Callable[[int], int], most: int = MOST_RANKS) -> int | None:
+    """The smallest number of ranks with total(ranks) <= limit; None: more than `most`. `total` must fall with ranks."""
+    high = 1
+    while high <= most and total(high) > limit:
+        high *= 2
+    if high > most:
+        return None
+    low = high // 2  # does not fit, or is 0
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if total(middle) <= limit else (middle, high)
+    return high
+
+
 def _share(size: int, world_size: int) -> int:
     """The largest of `world_size` equal parts, in whole integers: a float has too few digits for 10^12 parameters."""
     return -(-size // world_size)
@@ -114,21 +138,44 @@ def formula(param_bytes: int, split: bool = False) -> str:
     return f"{2 * param_bytes} Psi + {state_bytes_per_element(param_bytes, split)} Psi/N"
 
 
+def unit_of(largest: int) -> tuple[float, str]:
+    """The decimal unit for figures up to this many bytes."""
+    return next(((unit, name) for unit, name in _UNITS if largest >= unit), _UNITS[-1])
+
+
+def size_text(value: int) -> str:
+    """Such as '52.50 GB'."""
+    unit, name = unit_of(value)
+    return f"{value / unit:,.2f} {name}"
+
+
+def parse_size(text: str) -> int:
+    """Bytes of '80GB' (10^9 each) or '80GiB' (2^30 each).
+
+    Raises:
+        ValueError: no number above 0 with such a unit.
+    """
+    match = re.fullmatch(r"(\d{1,12}(?:\.\d{1,12})?)\s*([kmgt])(i?)b", text.strip(), re.IGNORECASE)
+    if match is None or not Decimal(match[1]):
+        raise ValueError(f"a size with its unit is wanted, such as 80GB (10^9 bytes) or 80GiB (2^30), not {text!r}")
+    base = 1024 if match[3] else 1000
+    return int(Decimal(match[1]) * base ** ("kmgt".index(match[2].lower()) + 1))
+
+
 def table(rows: Iterable[Footprint], formula: str) -> str:
     """The footprints as aligned text, one line per world size; decimal units, 1 GB = 10^9 bytes."""
     rows = list(rows)
-    largest = max((row.baseline for row in rows), default=0)
-    unit, name = next(((unit, name) for unit, name in _UNITS if largest >= unit), _UNITS[-1])
+    unit, name = unit_of(max((row.baseline for row in rows), default=0))
 
     def size(value: int) -> str:
         return f"{value / unit:,.2f}"
 
-    head = ["ranks", "params", "grads", "state", formula, "16 Psi", "saved", "buffers"]
+    head = ["ranks", "params", "grads", "state", formula, "16 Psi", "saved", "buffers", "total"]
     lines = [head]
     for row in rows:
         saved = f"{1 - row.predicted / row.baseline:.1%}" if row.baseline else "0.0%"
         parts = (row.params, row.grads, row.state, row.predicted, row.baseline)
-        lines.append([str(row.world_size), *map(size, parts), saved, size(row.buffers)])
+        lines.append([str(row.world_size), *map(size, parts), saved, size(row.buffers), size(row.total)])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = ["  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)) for line in lines]
     note = f"{name} per rank; buffers: one more slice of the gradients with overlap_reduce=True, none without"
