@@ -135,7 +135,8 @@ def test_default_bucket_cap():
     assert default_bucket_cap(100 * 2**30, 8) == 25 * MIB
     assert default_bucket_cap(100 * 2**30, 1024) == 512 * MIB  # a slice of half a MiB
     assert default_bucket_cap(40 * MIB, 8) == 10 * MIB  # four buckets
-    assert default_bucket_cap(1000, 8) == MIB
+    assert default_bucket_cap(1000, 2) == MIB
+    assert default_bucket_cap(1000, 8) == 4 * MIB
 
 
 def test_a_parameter_is_never_split_over_buckets():

@@ -65,10 +65,10 @@ def default_bucket_cap(total_bytes: int, world_size: int) -> int:
     25 MiB, as DistributedDataParallel has it, keeps a ring busy. A slice should stay above half a MiB, below which the
     latency of a message outweighs its bytes, so buckets grow with the number of ranks; that also keeps the padding
     (at most ``world_size * CHUNK`` elements a bucket) under 0.1%. A small model is cut into four, so that reduction can
-    still overlap backward, but not below 1 MiB.
+    still overlap backward, as far as slices stay above half a MiB.
     """
-    cap = max(25 * MIB, world_size * MIB // 2)
-    return min(cap, max(MIB, total_bytes // 4))
+    least = world_size * MIB // 2
+    return max(MIB, least, min(25 * MIB, total_bytes // 4))
 
 
 class Layout:
