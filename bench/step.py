@@ -1,0 +1,229 @@
+"""A whole training step on gloo ranks of this machine: this optimizer and its peers, one model, the same data.
+
+    python bench/step.py [--ranks 2] [--width 4096] [--layers 4] [--steps 6] [--json FILE]
+
+For each way: milliseconds per step beyond forward and backward (which are measured alone, in the same run), bytes of
+tensors that live between steps, the rise of resident memory at its peak, megabytes sent by a rank, and the last loss.
+Every way runs in fresh processes. What is not installed is left out and said.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import gc
+import json
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+LR = 1e-3
+Step = Callable[[], None]
+
+
+def build(width: int, layers: int, dtype: torch.dtype) -> nn.Sequential:
+    torch.manual_seed(0)
+    blocks = [m for _ in range(layers) for m in (nn.Linear(width, width, bias=False), nn.GELU())]
+    return nn.Sequential(*blocks).to(dtype)
+
+
+def live_bytes() -> int:
+    """Bytes under all tensors that Python knows, every address once."""
+    gc.collect()
+    spans = {}
+    for o in gc.get_objects():
+        if issubclass(type(o), Tensor):
+            with contextlib.suppress(Exception):
+                for t in (o, o.grad):
+                    if t is not None:
+                        s = getattr(t, "_local_tensor", t).untyped_storage()
+                        spans[s.data_ptr()] = max(s.nbytes(), spans.get(s.data_ptr(), 0))
+    total = end = 0
+    for begin, size in sorted(spans.items()):
+        total += max(0, begin + size - max(begin, end))
+        end = max(end, begin + size)
+    return total
+
+
+def status(field: str) -> int:
+    """Bytes of a field of /proc/self/status."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(field + ":"):
+            return 1024 * int(line.split()[1])
+    return 0
+
+
+def sent_bytes() -> int:
+    """Bytes that went over the loopback device."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        if line.strip().startswith("lo:"):
+            return int(line.split()[9])
+    return 0
+
+
+# Each way: model -> (module to call, what to do after backward).
+
+
+def forward_backward(model: nn.Module) -> tuple[nn.Module, Step]:
+    def after() -> None:
+        for p in model.parameters():
+            p.grad = None
+
+    return model, after
+
+
+def zero1(model: nn.Module, **options: Any) -> tuple[nn.Module, Step]:
+    from zero1_cuda import Zero1AdamW
+
+    opt = Zero1AdamW(model.parameters(), lr=LR, **options)
+
+    def after() -> None:
+        opt.step()
+        opt.zero_grad()
+
+    return model, after
+
+
+def with_masters(
+    model: nn.Module, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
+) -> tuple[nn.Module, Step]:
+    """DDP, fp32 masters of the 16-bit parameters, and an optimizer over the masters."""
+    params = list(model.parameters())
+    masters = [nn.Parameter(p.detach().float()) for p in params]
+    ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+    opt = make(masters)
+
+    def after() -> None:
+        with torch.no_grad():
+            for p, m in zip(params, masters, strict=True):
+                m.grad = p.grad.float()  # type: ignore[union-attr]
+                p.grad = None
+            opt.step()
+            for p, m in zip(params, masters, strict=True):
+                m.grad = None
+                p.copy_(m)
+
+    return ddp, after
+
+
+def ddp_adamw(model: nn.Module) -> tuple[nn.Module, Step]:
+    return with_masters(model, lambda masters: torch.optim.AdamW(masters, lr=LR, fused=True))
+
+
+def zero_redundancy(model: nn.Module) -> tuple[nn.Module, Step]:
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+
+    def make(masters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        return ZeroRedundancyOptimizer(masters, torch.optim.AdamW, lr=LR, fused=True)
+
+    return with_masters(model, make)
+
+
+def fsdp2(model: nn.Module) -> tuple[nn.Module, Step]:
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    model.float()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model:  # type: ignore[attr-defined]
+        if next(layer.parameters(), None) is not None:
+            fully_shard(layer, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mp_policy=policy, reshard_after_forward=False)
+    opt = torch.optim.AdamW(model.parameters(), lr=LR, fused=True)
+
+    def after() -> None:
+        opt.step()
+        opt.zero_grad()
+
+    return model, after
+
+
+WAYS: dict[str, Callable[[nn.Module], tuple[nn.Module, Step]]] = {
+    "forward + backward": forward_backward,
+    "Zero1AdamW": zero1,
+    "Zero1AdamW, split": lambda model: zero1(model, master_weights="split"),
+    "DDP + fused AdamW": ddp_adamw,
+    "ZeroRedundancyOptimizer": zero_redundancy,
+    "FSDP2": fsdp2,
+}
+
+
+def worker(rank: int, world: int, name: str, args: argparse.Namespace, folder: str) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+    dist.all_reduce(torch.zeros(1))
+    before, resting = live_bytes(), status("VmRSS")
+    model, after = WAYS[name](build(args.width, args.layers, torch.bfloat16))
+    times, loss = [], torch.zeros(())
+    for step in range(args.steps + 2):
+        x = torch.randn(args.batch, args.width, generator=torch.Generator().manual_seed(1000 * step + rank)).bfloat16()
+        dist.barrier()
+        if step == 2:  # the first ones warm up
+            sent = sent_bytes()
+        begin = time.perf_counter()
+        loss = model(x).float().square().mean()
+        loss.backward()
+        after()
+        dist.barrier()
+        times.append(1e3 * (time.perf_counter() - begin))
+    sent = (sent_bytes() - sent) // args.steps // world
+    dist.all_reduce(mean := loss.detach().clone())
+    del x, loss
+    found = {
+        "ms": statistics.median(times[2:]),
+        "live_bytes": live_bytes() - before,
+        "peak_bytes": status("VmHWM") - resting,
+        "sent_bytes": sent,
+        "loss": float(mean) / world,
+    }
+    if rank == 0:
+        Path(folder, "result.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--json")
+    args = parser.parse_args()
+    if args.steps < 1:
+        parser.error("--steps: at least 1 wanted")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    numel = args.layers * args.width**2
+    print(f"{args.ranks} gloo ranks, {numel:,} bf16 parameters, torch {torch.__version__}")
+    print(f"{'':>24} {'ms':>8} {'beyond':>8} {'live MB':>9} {'peak MB':>9} {'sent MB':>9} {'loss':>12}")
+    rows = []
+    for name in WAYS:
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                mp.spawn(worker, (args.ranks, name, args, folder), nprocs=args.ranks)
+            except Exception as error:
+                print(f"{name:>24} left out: {str(error).strip().splitlines()[-1]}")
+                continue
+            row = {"way": name, **json.loads(Path(folder, "result.json").read_text())}
+        row["beyond_ms"] = row["ms"] - (rows[0]["ms"] if rows else row["ms"])
+        rows.append(row)
+        mb = " ".join(f"{row[key] / 1e6:9.1f}" for key in ("live_bytes", "peak_bytes", "sent_bytes"))
+        print(f"{name:>24} {row['ms']:8.1f} {row['beyond_ms']:8.1f} {mb} {row['loss']:12.5g}")
+    if args.json:
+        result = {"ranks": args.ranks, "numel": numel, "torch": torch.__version__, "rows": rows}
+        Path(args.json).write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
