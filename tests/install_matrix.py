@@ -109,6 +109,8 @@ class Matrix:
         self.log = work / "log"
         self.count = 0
         self.wheels: dict[str, Path] = {}
+        for left in work.glob("[0-9][0-9][0-9]-*"):  # of a run that was stopped
+            shutil.rmtree(left)
 
     def run(self, *command: object, cwd: Path | None = None, fails: bool = False, **env: str | None) -> str:
         """Runs it, in an empty folder; -> its output. fails: it must not succeed. env: None takes a variable away."""
@@ -134,9 +136,15 @@ class Matrix:
         path.mkdir()
         return path
 
-    def sources(self) -> Path:
+    def sources(self, toolkit: bool = True) -> Path:
+        """A copy of the sources. Without `toolkit` it does not look where a toolkit usually is."""
         path = self.folder("sources") / "zero1"
         shutil.copytree(SOURCE, path, ignore=IGNORED)
+        if not toolkit and Path("/usr/local/cuda").exists():
+            setup = path / "setup.py"
+            text = setup.read_text()
+            need('"/usr/local/cuda/bin"' in text, "setup.py does not name /usr/local/cuda/bin, which is to be hidden")
+            setup.write_text(text.replace('"/usr/local/cuda/bin"', '"/nowhere"'))
         return path
 
     def venv(self, *packages: str, torch: str | None = "", python: str = sys.executable) -> Path:
@@ -154,7 +162,7 @@ class Matrix:
     def torch_env(self, torch: str, python: str) -> Path:
         """The python of an environment with this torch and nothing else; made once."""
         number = self.run(python, "-c", "import sys; print('%d.%d' % sys.version_info[:2])").strip()
-        root = self.work / f"torch-{torch}-python-{number}"
+        root = self.work / f"torch-{torch.removesuffix('.*')}-python-{number}"
         new = root / "bin" / "python"
         if not (root / "complete").exists():
             shutil.rmtree(root, ignore_errors=True)
@@ -168,16 +176,17 @@ class Matrix:
         try:
             self.run(python, "-m", "pip", "install", *packages)
         except Failed:
-            lines = [line for line in self.log.read_text().splitlines() if line.startswith("ERROR")]
-            raise Skipped(f"pip cannot get {' '.join(packages)}: {lines[-1] if lines else 'see the log'}") from None
+            told = self.log.read_text().rpartition("\n$ ")[2].splitlines()
+            reason = next((line for line in told if line.startswith("ERROR")), "see the log")
+            raise Skipped(f"pip cannot get {' '.join(packages)}: {reason}") from None
 
     def purelib(self, python: Path) -> Path:
         return Path(self.run(python, "-c", "import sysconfig; print(sysconfig.get_paths()['purelib'])").strip())
 
-    def wheel(self, torch: str = "", python: str = sys.executable, **env: str | None) -> Path:
+    def wheel(self, torch: str = "", python: str = sys.executable, toolkit: bool = True, **env: str | None) -> Path:
         """A wheel built against this torch."""
         new, out = self.venv(SETUPTOOLS, torch=torch, python=python), self.folder("wheel")
-        self.run(new, "-m", "pip", "wheel", "-v", ADVICE, "--no-deps", "-w", out, self.sources(), **env)
+        self.run(new, "-m", "pip", "wheel", "-v", ADVICE, "--no-deps", "-w", out, self.sources(toolkit), **env)
         (wheel,) = out.glob("*.whl")
         need("none-any" not in wheel.name, f"{wheel.name} is not a platform wheel")
         names = zipfile.ZipFile(wheel).namelist()
@@ -219,9 +228,7 @@ def nvcc() -> str | None:
 
 
 def no_toolkit(matrix: Matrix) -> dict[str, str | None]:
-    """An environment in which the build finds no nvcc."""
-    if Path("/usr/local/cuda/bin/nvcc").exists():
-        raise Skipped("/usr/local/cuda/bin/nvcc is found without PATH and CUDA_HOME")
+    """An environment without nvcc; for sources(toolkit=False)."""
     return {"ZERO1_CUDA": None, "CUDA_HOME": None, "CUDA_PATH": None, "PATH": path_without(matrix, "nvcc")}
 
 
@@ -312,13 +319,14 @@ def no_ninja(m: Matrix) -> str:
 
 def no_nvcc(m: Matrix) -> str:
     """without nvcc: CUDA left out, with one line"""
-    env = no_toolkit(m)
-    new = m.venv(SETUPTOOLS)
-    told = m.run(new, "-m", "pip", "install", "-v", ADVICE, m.sources(), **env)
-    need(told.count("CPU only, nvcc not found") == 1, "not one line says that nvcc was not found")
-    told = m.run(new, "-m", "pip", "wheel", ADVICE, "--no-deps", m.sources(), fails=True, **{**env, "ZERO1_CUDA": "1"})
+    env, new, sources = no_toolkit(m), m.venv(SETUPTOOLS), m.sources(toolkit=False)
+    asked = {**env, "ZERO1_CUDA": "1"}
+    told = m.run(new, "-m", "pip", "wheel", ADVICE, "--no-deps", sources, fails=True, **asked)
     need("ZERO1_CUDA=1, but nvcc" in told, "ZERO1_CUDA=1 without nvcc does not say what is missing")
-    need("nvcc: not found" in m.run(new, "-m", "zero1_cuda", "info", **env), "info does not say that nvcc is missing")
+    told = m.run(new, "-m", "pip", "install", "-v", ADVICE, sources, **env)
+    need(told.count("CPU only, nvcc not found") == 1, "not one line says that nvcc was not found")
+    told = m.run(new, "-m", "zero1_cuda", "info", **{**env, "CUDA_HOME": "/nowhere"})
+    need("nvcc: not found" in told, "info does not say that nvcc is missing")
     return m.smoke(new)
 
 
@@ -338,8 +346,8 @@ def cuda_torch(m: Matrix) -> str:
     env = no_toolkit(m)
     for version in (m.torch, f"{TORCHES[-1]}.*"):
         python = m.torch_env(version, sys.executable)
-        if m.run(python, "-c", "import torch; print(torch.version.cuda)").strip() != "None":
-            return m.install_wheel(m.wheel(version, **env), version)
+        if m.run(python, "-c", "import torch; print(torch.version.cuda)").split()[-1] != "None":
+            return m.install_wheel(m.wheel(version, toolkit=False, **env), version)
     raise Skipped("pip gives CPU builds of torch only")
 
 
