@@ -10,9 +10,11 @@ the options as they are; or else rounded to fp32 as the step has them, which lea
 from __future__ import annotations
 
 import argparse
+import json
 import math
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -150,7 +152,9 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=10_000_000, help="of the one step")
     parser.add_argument("--steps", type=int, default=1000, help="of the path")
     parser.add_argument("--path-elements", type=int, default=100_000)
+    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    rows = []
     for title, measure in (
         (f"one step, {args.elements} elements", partial(one_step, numel=args.elements)),
         (
@@ -161,7 +165,10 @@ def main() -> None:
         print(f"{title + ': ulp, max / mean':50}" + "".join(f"{name:>20}" for name in NAMES))
         for who, make, rounded in ROWS:
             errors = measure(make, rounded=rounded)
+            rows.append({"what": title, "who": who, "ulp_max_mean": {n: list(errors[n]) for n in NAMES}})
             print(f"{who:50}" + "".join(f"{errors[n][0]:>11.2f} /{errors[n][1]:7.3f}" for n in NAMES), flush=True)
+    if args.json:
+        args.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
 
 
 if __name__ == "__main__":
