@@ -1,4 +1,4 @@
-"""The Python of the README runs as it stands: every block in a process of its own, alone and on two ranks."""
+"""The Python of the README and of docs/getting-started.md runs as it stands: every block in processes of its own."""
 
 import os
 import re
@@ -7,13 +7,17 @@ from pathlib import Path
 import pytest
 from ranks import run
 
-README = Path(__file__).parents[1] / "README.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", README.read_text(), re.MULTILINE | re.DOTALL)
+ROOT = Path(__file__).parents[1]
+BLOCKS = [
+    block
+    for page in ("README.md", "docs/getting-started.md")
+    for block in re.findall(r"^```python\n(.*?)^```$", (ROOT / page).read_text(), re.MULTILINE | re.DOTALL)
+]
 
 
 def execute(rank, world, number, folder):
     os.chdir(folder)
-    exec(compile(BLOCKS[number], f"README.md, Python block {number}", "exec"), {"__name__": "__main__"})
+    exec(compile(BLOCKS[number], f"Python block {number}", "exec"), {"__name__": "__main__"})
 
 
 @pytest.mark.parametrize("number", range(len(BLOCKS)))
