@@ -56,8 +56,10 @@ def join_master(param: Tensor, remainder: Tensor) -> Tensor:
 def settle_tie(master: Tensor) -> Tensor:
     """The master as a bf16 parameter's is stored: one unit up where it is halfway below an even bf16 value."""
     bits = master.view(torch.int32)
-    tie = ((bits & 0x1FFFF) == 0x18000) & ~master.isnan()
-    return (bits + tie.to(torch.int32)).view(torch.float32)
+    tie = (bits & 0x1FFFF) == 0x18000
+    if not tie.any():  # as in all masters that were stored here
+        return master
+    return (bits + (tie & ~master.isnan()).to(torch.int32)).view(torch.float32)
 
 
 class Arena:
