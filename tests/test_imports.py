@@ -19,7 +19,7 @@ FLOORS = [
     {"ops", "settings", "memory", "profile", "arguments"},
     {"layout", "shard", "group_options", "reference"},
     {"buffers", "collectives", "planner"},
-    {"roster", "control"},
+    {"roster", "control", "bucket_run"},
     {"reducer", "accounting"},
     {"engine"},
     {"gather_hooks", "checkpoint"},
