@@ -386,7 +386,7 @@ def _receive(engine: Engine, plan: _Loading | None) -> _Loading:
             if name in plan.entries[number]:
                 t.copy_(plan.entries[number][name])
             if t.numel():
-                ranks.send_flat(t)
+                ranks.send_flat(t.view(-1))
             if piece is not None:  # keep only this rank's part
                 part = _memory_order(t, arena.strides[k])[piece.lo : piece.hi].clone()
                 plan.entries[number][name] = part

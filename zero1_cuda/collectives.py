@@ -159,14 +159,15 @@ class Ranks:
     def _send_batch(self, batch: list[Tensor]) -> None:
         # A large dense tensor goes in place; the others are packed.
         if len(batch) == 1 and batch[0].is_contiguous():
-            self._send(batch[0].detach().view(-1))
+            self.send_flat(batch[0].detach().view(-1))
             return
         flat = torch.cat([t.detach().reshape(-1) for t in batch])
-        self._send(flat)
+        self.send_flat(flat)
         for t, part in zip(batch, flat.split([t.numel() for t in batch]), strict=True):
             t.detach().copy_(part.view(t.shape))
 
-    def _send(self, flat: Tensor) -> None:
+    def send_flat(self, flat: Tensor) -> None:
+        """Overwrites a contiguous tensor with that of the grid's first rank."""
         for group in self._groups():
             dist.broadcast(_wire(flat), group=group, group_src=0)
 
@@ -238,10 +239,6 @@ class Ranks:
             dist.broadcast_object_list(box, group=group, group_src=0)
             obj = box[0]
         return obj
-
-    def send_flat(self, t: Tensor) -> None:
-        """Overwrites a contiguous tensor with that of the grid's first rank."""
-        self._send(t.view(-1))
 
 
 def _headroom(ranks: int) -> float:

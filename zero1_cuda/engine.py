@@ -150,10 +150,7 @@ class Engine:
                 raise_together(ranks, report)
             again = agreement.touched_by()
             if not cpu and any(count != ranks.total for count in again.values()):
-                return (
-                    agreement,
-                    edited,
-                )  # changed on some ranks only: the others do not wait, so nobody can reduce again
+                return agreement, edited  # changed on some ranks only; the others do not wait: none can reduce again
             if agreed and not again and not thawed:
                 return agreement, edited
             if again:
@@ -295,8 +292,7 @@ class Engine:
     def make_room(self, create: bool = False) -> None:
         """Maxima where a group has turned amsgrad on; create: state for the arenas that have none."""
         fresh = False
-        self.options.update(self.roster.device)
-        amsgrad = any(row[5] & ops.GROUP_AMSGRAD for row in self.options.rows)
+        amsgrad = any(group.get("amsgrad") for group in self.groups)
         for arena in self.roster.arenas:
             if amsgrad:
                 wanted = self.roster.wants_amsgrad(arena.params)
