@@ -6,10 +6,12 @@ Gloo ranks of this machine; every rank saves and loads its part, --mb in all, so
 the slowest rank's, medians over rounds in which the ways alternate. Files are flushed to the disk with fsync; `load`
 reads them from the disk (they are dropped from the page cache first), `again` from the page cache.
 
-`plain` writes tensors that lie there already and reads tensors, and nothing else. The other ways begin at
-opt.state_dict() and end after opt.load_state_dict(): `part` is torch.save of a rank's part, `dcp` is DCP.
+`plain` writes tensors that lie there already and reads tensors, and nothing else; `dcp plain` is DCP with such tensors.
+The other ways begin at opt.state_dict() and end after opt.load_state_dict(): `part` is torch.save of a rank's part,
+`dcp` is DCP.
 
-Memory: by how much the highest resident memory of a load is above that before it, in units of the rank's own part.
+Memory: by how much the highest resident memory of a load is above that before it, in units of the rank's own part; of a
+run of its own, in which the allocator gives back at once what is freed.
 """
 
 from __future__ import annotations
@@ -73,8 +75,9 @@ def drop(path: Path) -> None:
         os.close(handle)
 
 
-def worker(rank: int, world: int, mb: float, rounds: int, folder: Path) -> None:
-    ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed goes back at once
+def worker(rank: int, world: int, mb: float, rounds: int, exact: bool, folder: Path) -> None:
+    if exact:
+        ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed goes back at once
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     count = max(world, round(mb * 1e6 / 12 / (SHAPE[0] * SHAPE[1])))
@@ -87,6 +90,8 @@ def worker(rank: int, world: int, mb: float, rounds: int, folder: Path) -> None:
     parts = {p: {k: t.clone() for k, t in entry.items()} for p, entry in opt.state.items()}
     plain = {number: parts[p] for number, p in enumerate(params)}
     size = sum(t.nbytes for entry in plain.values() for t in entry.values())
+
+    tensors = {f"{rank}.{n}.{k}": t for n, entry in plain.items() for k, t in entry.items()}
 
     def dcp_save(path: Path) -> None:
         dcp.save({"opt": opt.state_dict()}, checkpoint_id=path)
@@ -102,6 +107,10 @@ def worker(rank: int, world: int, mb: float, rounds: int, folder: Path) -> None:
             lambda path: save(opt.state_dict(), path),
             lambda path: opt.load_state_dict(torch.load(path, weights_only=True)),
         ),
+        "dcp plain": (
+            lambda path: dcp.save(tensors, checkpoint_id=path),
+            lambda path: dcp.load(tensors, checkpoint_id=path),
+        ),
         "dcp": (dcp_save, dcp_load),
     }
     found: dict[str, dict[str, list[float]]] = {
@@ -109,7 +118,7 @@ def worker(rank: int, world: int, mb: float, rounds: int, folder: Path) -> None:
     }
     for turn in range(rounds + 1):
         for name, (write, read) in ways.items():
-            path = folder / (name if name == "dcp" else f"{name}-{rank}")
+            path = folder / (name if name.startswith("dcp") else f"{name}-{rank}")
             written, _ = measure(lambda write=write, path=path: write(path))
             dist.barrier()
             drop(path)
@@ -121,7 +130,7 @@ def worker(rank: int, world: int, mb: float, rounds: int, folder: Path) -> None:
                 found[name]["again"].append(again)
                 found[name]["memory"].append(max(needed, needed_again) / size)
             dist.barrier()
-            if name != "dcp":
+            if not name.startswith("dcp"):
                 path.unlink()
             elif rank == 0:
                 shutil.rmtree(path)
@@ -150,15 +159,20 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-        mp.spawn(worker, (args.ranks, args.mb, args.rounds, Path(folder)), nprocs=args.ranks)
-        result = json.loads((Path(folder) / "result.json").read_text())
+    runs = []
+    for exact, rounds in ((False, args.rounds), (True, 1)):
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            mp.spawn(worker, (args.ranks, args.mb, rounds, exact, Path(folder)), nprocs=args.ranks)
+            runs.append(json.loads((Path(folder) / "result.json").read_text()))
+    result, memory = runs
+    for row, exact_row in zip(result["rows"], memory["rows"], strict=True):
+        row["memory"] = exact_row["memory"]
     result["torch"] = torch.__version__
     print(f"{result['ranks']} gloo ranks, {result['state_bytes'] / 1e6:.0f} MB of state, torch {torch.__version__}")
-    print("         save s  ratio   load s  ratio  again s  ratio  memory of a load / own part")
+    print("            save s  ratio   load s  ratio  again s  ratio  memory of a load / own part")
     for row in result["rows"]:
         times = "".join(f"{row[f'{k}_s']:9.3f}{row[f'{k}_ratio']:7.2f}" for k in ("save", "load", "again"))
-        print(f"{row['way']:>6}{times}{row['memory']:29.2f}")
+        print(f"{row['way']:>9}{times}{row['memory']:29.2f}")
     if args.json:
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 

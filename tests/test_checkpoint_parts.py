@@ -83,6 +83,7 @@ def test_a_part_comes_back_to_the_bit(tmp_path, world, kinds):
 def sizes(rank, world, path):
     params = weights([(3000, 50)])
     opt = Zero1AdamW(params)
+    train(params, opt, rank, range(1))
     torch.save(opt.state_dict(), f"{path}-{rank}")
     return os.path.getsize(f"{path}-{rank}")
 
@@ -455,10 +456,9 @@ def test_groups_keep_their_objects_keys_and_names():
 
 def untouched(rank, world):
     """The given dict and its tensors are neither written to nor kept."""
-    params, opt = stepped(rank)
+    _, opt = stepped(rank)
     given = opt.state_dict(), opt.full_state_dict(rank0_only=False)
     kept = copy.deepcopy(given)
-    train(params, opt, rank, range(5, 7))  # nor do later steps of the giver change it
     for state_dict, keep in zip(given, kept, strict=True):
         fresh = weights(SHAPES)
         other = Zero1AdamW(fresh, lr=0.3)
@@ -475,6 +475,26 @@ def untouched(rank, world):
 
 def test_the_given_dict_is_never_written_to():
     run(2, untouched)
+
+
+def referring(rank, world):
+    """As in torch a state_dict refers to the state, and takes no memory; copy.deepcopy keeps a moment."""
+    params, opt = stepped(rank)
+    refers, keeps = opt.state_dict(), copy.deepcopy(opt.state_dict())
+    before = bits(params, opt)
+    for number, p in enumerate(params):
+        for name in ("exp_avg", "exp_avg_sq", "master"):
+            assert refers["state"][number][name].local.data_ptr() == opt.state[p][name].data_ptr()
+    train(params, opt, rank, range(5, 7))
+    after = bits(params, opt)
+    opt.load_state_dict(refers)  # of now
+    assert bits(params, opt) == after
+    opt.load_state_dict(keeps)
+    assert bits(params, opt) == before != after
+
+
+def test_a_state_dict_refers_to_the_state():
+    run(2, referring)
 
 
 def hooks(rank, world):

@@ -145,7 +145,7 @@ def in_place(rank, world):
     """Into an optimizer that has gone on meanwhile: nothing of that remains."""
     r = Run(rank, (BF16, FP32), max_grad_norm=1.0)
     r.train(range(SAVED))
-    kept = r.opt.state_dict(), r.schedule.state_dict()
+    kept = copy.deepcopy(r.opt.state_dict()), r.schedule.state_dict()
     r.train(range(SAVED, STEPS))
     want = r.ends_with()
     r.opt.clip_grad_norm_(0.01)  # waits for a step that does not come

@@ -56,9 +56,9 @@ def join_master(param: Tensor, remainder: Tensor) -> Tensor:
 def settle_tie(master: Tensor) -> Tensor:
     """The master as a bf16 parameter's is stored: one unit up where it is halfway below an even bf16 value."""
     bits = master.view(torch.int32)
-    tie = (bits & 0x1FFFF) == 0x18000
-    if not tie.any():  # as in all masters that were stored here
+    if not master.numel() or master.view(torch.int16).min() != -0x8000:  # no half is 0x8000: nothing to settle, mostly
         return master
+    tie = (bits & 0x1FFFF) == 0x18000
     return (bits + (tie & ~master.isnan()).to(torch.int32)).view(torch.float32)
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .arguments import check_options
-from .buffers import Arena
+from .buffers import Arena, view_of
 from .control import Report, raise_together
 from .engine import Engine
 from .shard import MARK_WORDS, FlatShard, StepShard
@@ -70,19 +70,18 @@ def local_state_dict(engine: Engine) -> dict[str, Any]:
 def _entry(engine: Engine, arena: Arena, k: int, p: torch.nn.Parameter) -> dict[str, Tensor]:
     piece = arena.piece_of.get(k)
     lo, hi = (piece.lo, piece.hi) if piece else (0, 0)
-    names = [*MOMENTS[:2], *(MOMENTS[2:] if arena.amsgrad[k] else [])]
     if arena.has_state and piece is not None:
-        parts = {name: t.clone() for name, t in arena.moments(piece).items()}
-        parts["master"] = arena.read_master(piece).clone()
-        step = engine.steps[arena.first + k].to("cpu", torch.float32)
-    else:
-        parts = {name: torch.zeros(hi - lo, device=p.device) for name in names}
+        parts = {**arena.moments(piece), "master": arena.read_master(piece)}
+        # pickled, or copied by DCP before it saves beside training, a view would take all of its buffer along
+        parts = {name: view_of(t, 0, t.shape, t.stride(), own_storage=True) for name, t in parts.items()}
+    else:  # what the first step would begin with
+        names = [*MOMENTS[:2], *(MOMENTS[2:] if arena.amsgrad[k] else [])]
+        parts = dict.fromkeys(names, torch.zeros(1, device=p.device).expand(hi - lo))
         parts["master"] = _memory_order(p.detach(), arena.strides[k])[lo:hi].to(torch.float32, copy=True)
-        done = arena.has_state
-        step = engine.steps[arena.first + k].to("cpu", torch.float32) if done else torch.zeros(())
+    count = view_of(engine.steps, arena.first + k, (), (), own_storage=True) if arena.has_state else torch.zeros(())
     mark = [engine.ranks.rank, engine.ranks.world_size, lo, hi, p.numel()]
     shards = {name: FlatShard(t, p.shape, arena.strides[k], lo) for name, t in parts.items()}
-    return {"step": StepShard(step.clone(), mark), **shards}
+    return {"step": StepShard(count, mark), **shards}
 
 
 def _whole(engine: Engine, arena: Arena, k: int, part: Tensor, to: int | None) -> Tensor | None:
@@ -291,18 +290,14 @@ class _Loading:
                 raise ValueError(f"load_state_dict: {name} of parameter {number} is not a dense floating-point tensor")
             if t.device.type == "meta" and arena.device.type != "meta":
                 raise ValueError(f"load_state_dict: {name} of parameter {number} is on the meta device, without data")
-            if isinstance(t, FlatShard):
-                if tuple(t.shape) != tuple(p.shape) or t.dense_stride != tuple(arena.strides[k]):
-                    raise ValueError(
-                        f"load_state_dict: {name} of parameter {number} has shape {tuple(t.shape)}, "
-                        f"wanted {tuple(p.shape)}"
-                    )
-                entry[name] = t = t.local
-            shape = (hi - lo,) if mark is not None else tuple(p.shape)
-            if tuple(t.shape) != shape:
+            if isinstance(t, FlatShard) and (t.shape, t.dense_stride) != (p.shape, tuple(arena.strides[k])):
                 raise ValueError(
-                    f"load_state_dict: {name} of parameter {number} has shape {tuple(t.shape)}, wanted {shape}"
+                    f"load_state_dict: {name} of parameter {number} has shape {tuple(t.shape)}, wanted {tuple(p.shape)}"
                 )
+            shape = (hi - lo,) if mark is not None else tuple(p.shape)
+            came = tuple((t.local if isinstance(t, FlatShard) else t).shape)
+            if came != shape:
+                raise ValueError(f"load_state_dict: {name} of parameter {number} has shape {came}, wanted {shape}")
         if mark is None:
             step = entry["step"]
             if torch.is_tensor(step) and step.numel() != 1:
@@ -344,7 +339,7 @@ class _Loading:
             return
 
         def part(t: Tensor) -> Tensor:
-            t = t.to(arena.device, torch.float32)
+            t = (t.local if isinstance(t, FlatShard) else t).to(arena.device, torch.float32)
             return t if mark is not None else _memory_order(t, arena.strides[k])[piece.lo : piece.hi]
 
         for name, view in arena.moments(piece).items():

@@ -4,6 +4,9 @@ To DCP a `FlatShard` is a tensor of the parameter's own N-D shape of which this 
 of an unsharded optimizer and any number of ranks can load it. A `StepShard` is a 0-d float32 tensor, as torch.optim
 stores step counts, that also says whose part it belongs to. Pickled, both are plain tensors: a part saved by torch.save
 loads with ``weights_only=True`` and carries its marks along.
+
+As in any state_dict of torch, what can be read is the optimizer's state itself, not a copy. A load does not write to
+it: it has memory of its own on the CPU, so that a load which fails has changed nothing.
 """
 
 from __future__ import annotations
@@ -58,7 +61,12 @@ class _DcpTensor(torch.Tensor):
 
     local: Tensor
 
-    def _parts(self) -> Iterator[tuple[torch.Size, torch.Size, Tensor]]:
+    def _writable(self) -> Tensor:
+        """The local data, in memory that is no part of the optimizer."""
+        raise NotImplementedError
+
+    def _boxes(self) -> Iterator[Box]:
+        """Which boxes of the global tensor the local data are."""
         raise NotImplementedError
 
     def _like(self, local: Tensor) -> _DcpTensor:
@@ -75,7 +83,7 @@ class _DcpTensor(torch.Tensor):
             if func in (aten.detach.default, aten.clone.default, aten._to_copy.default):
                 return me._like(func(me.local, **kwargs))
             if func is aten.copy_.default and isinstance(args[1], _DcpTensor):
-                me.local.copy_(args[1].local, *args[2:])
+                me._writable().copy_(args[1].local, *args[2:])
                 return me
             if func in (aten.empty_like.default, aten.new_empty.default):
                 kept = {k: v for k, v in kwargs.items() if k in ("dtype", "device", "pin_memory")}
@@ -95,25 +103,32 @@ class _DcpTensor(torch.Tensor):
     def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
         return [
             WriteItem(
-                index=MetadataIndex(fqn, offsets),
+                index=MetadataIndex(fqn, chunk.offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=ChunkStorageMetadata(offsets, sizes),
-                    properties=TensorProperties(dtype=self.dtype),
-                    size=self.shape,
+                    chunk=chunk, properties=TensorProperties(dtype=self.dtype), size=self.shape
                 ),
             )
-            for offsets, sizes, _ in self._parts()
+            for chunk in self._chunks()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(offsets, sizes) for offsets, sizes, _ in self._parts()]
+        self._writable()  # DCP asks for this list when it is about to load, and then only
+        return self._chunks()
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for offsets, _, part in self._parts():
+        at = 0
+        for offsets, sizes in self._boxes():
             if offsets == index.offset:
-                return part
+                return self._box(self.local, at, sizes)
+            at += math.prod(sizes)
         raise KeyError(index)
+
+    def _chunks(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in self._boxes()]
+
+    def _box(self, local: Tensor, at: int, sizes: Sequence[int]) -> Tensor:
+        raise NotImplementedError
 
 
 class FlatShard(_DcpTensor):
@@ -122,53 +137,77 @@ class FlatShard(_DcpTensor):
     @staticmethod
     def __new__(cls, local: Tensor, shape: Sequence[int], stride: Sequence[int], lo: int) -> FlatShard:
         self = torch.Tensor._make_wrapper_subclass(cls, tuple(shape), dtype=local.dtype, device=local.device)
-        self.local, self.lo, self.dense_stride = local, lo, tuple(stride)
+        self.local, self.lo, self.dense_stride, self._apart = local, lo, tuple(stride), False
         return self
 
     lo: int
     dense_stride: tuple[int, ...]
+    _apart: bool  # whether `local` is no memory of the optimizer
+
+    def _writable(self) -> Tensor:
+        if not self._apart:  # on the CPU: files are read there, and a GPU may be full
+            self.local, self._apart = torch.empty(self.local.shape, dtype=self.dtype), True
+        return self.local
 
     def _like(self, local: Tensor) -> FlatShard:
-        return FlatShard(local, self.shape, self.dense_stride, self.lo)
+        new = FlatShard(local, self.shape, self.dense_stride, self.lo)
+        new._apart = local is not self.local
+        return new
 
-    def _parts(self) -> Iterator[tuple[torch.Size, torch.Size, Tensor]]:
-        # In memory order the tensor is row-major with its dimensions sorted by stride.
-        order = sorted(range(self.dim()), key=lambda d: (-self.dense_stride[d], d))
+    def _order(self) -> list[int]:
+        """In memory order the tensor is row-major with its dimensions in this order."""
+        return sorted(range(self.dim()), key=lambda d: (-self.dense_stride[d], d))
+
+    def _boxes(self) -> Iterator[Box]:
+        order = self._order()
         back = [order.index(d) for d in range(self.dim())]
-        at = 0
         for offsets, sizes in boxes([self.shape[d] for d in order], self.lo, self.lo + self.local.numel()):
-            n = math.prod(sizes)
-            part = self.local[at : at + n].view(sizes).permute(back)
-            yield torch.Size(offsets[d] for d in back), torch.Size(sizes[d] for d in back), part
-            at += n
+            yield tuple(offsets[d] for d in back), tuple(sizes[d] for d in back)
+
+    def _box(self, local: Tensor, at: int, sizes: Sequence[int]) -> Tensor:
+        order = self._order()
+        back = [order.index(d) for d in range(self.dim())]
+        return local[at : at + math.prod(sizes)].view([sizes[d] for d in order]).permute(back)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.local.__reduce_ex__(protocol)
 
 
 class StepShard(_DcpTensor):
-    """A step count, 0-d float32, and the marks of the part that its entry belongs to."""
+    """A step count, 0-d float32, and the marks of the part that its entry belongs to. count: 0-d, of any type."""
 
     @staticmethod
-    def __new__(cls, step: Tensor, mark: Sequence[int]) -> StepShard:
-        self = torch.Tensor._make_wrapper_subclass(cls, (), dtype=torch.float32, device=step.device)
-        self.local, self.mark = step, list(mark)
+    def __new__(cls, count: Tensor, mark: Sequence[int]) -> StepShard:
+        self = torch.Tensor._make_wrapper_subclass(cls, (), dtype=torch.float32, device=torch.device("cpu"))
+        self.count, self.mark = count, list(mark)
         return self
 
+    count: Tensor
     mark: list[int]
+
+    @property
+    def local(self) -> Tensor:  # type: ignore[override]
+        return self.count.to("cpu", torch.float32)
+
+    def _writable(self) -> Tensor:
+        self.count = torch.zeros(())
+        return self.count
 
     def _like(self, local: Tensor) -> StepShard:
         return StepShard(local, self.mark)
 
-    def _parts(self) -> Iterator[tuple[torch.Size, torch.Size, Tensor]]:
-        yield torch.Size(()), torch.Size(()), self.local
+    def _boxes(self) -> Iterator[Box]:
+        yield (), ()
+
+    def _box(self, local: Tensor, at: int, sizes: Sequence[int]) -> Tensor:
+        return local
 
     def marked(self) -> Tensor:
         """int64 [MARK_WORDS]: step, rank, world_size, lo, hi, numel."""
-        return torch.tensor([int(self.local), *self.mark], dtype=torch.int64)
+        return torch.tensor([int(self.count), *self.mark], dtype=torch.int64)
 
     def item(self) -> float:
-        return float(self.local)
+        return float(self.count)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.marked().__reduce_ex__(protocol)
