@@ -19,7 +19,7 @@ from pathlib import Path
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
-CPU_SOURCES = ["csrc/bindings.cpp", *sorted(str(p) for p in Path("csrc/cpu").glob("*.cpp"))]
+CPU_SOURCES = ["csrc/bindings.cpp", "csrc/module.cpp", *sorted(str(p) for p in Path("csrc/cpu").glob("*.cpp"))]
 CUDA_SOURCES = ["csrc/bindings_cuda.cpp", *sorted(str(p) for p in Path("csrc/cuda").glob("*.cu"))]
 DEFAULT_ARCHS = "8.0 8.6 8.9 9.0 10.0 12.0"  # and PTX of the last for later ones
 TORCH_TARGET = "0x020a000000000000"  # the stable ABI of torch 2.10: what is built loads in every later torch, too

@@ -1,10 +1,10 @@
 """A whole training step on gloo ranks of this machine: this optimizer and its peers, one model, the same data.
 
-    python bench/step.py [--ranks 2] [--width 4096] [--layers 4] [--steps 6] [--json FILE]
+    python bench/step.py [--ranks 2 [4 ...]] [--width 4096] [--layers 4] [--steps 6] [--json FILE] [--plot FILE.svg]
 
 For each way: milliseconds per step beyond forward and backward (which are measured alone, in the same run), bytes of
 tensors that live between steps, the rise of resident memory at its peak, megabytes sent by a rank, and the last loss.
-Every way runs in fresh processes. What is not installed is left out and said.
+Every way runs in fresh processes. What is not installed is left out and said. The plot has the bytes against the ranks.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import gc
+import io
 import json
 import os
 import statistics
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 
 LR = 1e-3
 Step = Callable[[], None]
+Way = tuple[nn.Module, Callable[[Tensor], Any], Step]  # what to call, the backward, what to do after it
 
 
 def build(width: int, layers: int, dtype: torch.dtype) -> nn.Sequential:
@@ -71,18 +73,15 @@ def sent_bytes() -> int:
     return 0
 
 
-# Each way: model -> (module to call, what to do after backward).
-
-
-def forward_backward(model: nn.Module) -> tuple[nn.Module, Step]:
+def forward_backward(model: nn.Module) -> Way:
     def after() -> None:
         for p in model.parameters():
             p.grad = None
 
-    return model, after
+    return model, Tensor.backward, after
 
 
-def zero1(model: nn.Module, **options: Any) -> tuple[nn.Module, Step]:
+def zero1(model: nn.Module, **options: Any) -> Way:
     from zero1_cuda import Zero1AdamW
 
     opt = Zero1AdamW(model.parameters(), lr=LR, **options)
@@ -91,12 +90,10 @@ def zero1(model: nn.Module, **options: Any) -> tuple[nn.Module, Step]:
         opt.step()
         opt.zero_grad()
 
-    return model, after
+    return model, Tensor.backward, after
 
 
-def with_masters(
-    model: nn.Module, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-) -> tuple[nn.Module, Step]:
+def with_masters(model: nn.Module, make: Callable[[list[nn.Parameter]], torch.optim.Optimizer]) -> Way:
     """DDP, fp32 masters of the 16-bit parameters, and an optimizer over the masters."""
     params = list(model.parameters())
     masters = [nn.Parameter(p.detach().float()) for p in params]
@@ -113,14 +110,14 @@ def with_masters(
                 m.grad = None
                 p.copy_(m)
 
-    return ddp, after
+    return ddp, Tensor.backward, after
 
 
-def ddp_adamw(model: nn.Module) -> tuple[nn.Module, Step]:
+def ddp_adamw(model: nn.Module) -> Way:
     return with_masters(model, lambda masters: torch.optim.AdamW(masters, lr=LR, fused=True))
 
 
-def zero_redundancy(model: nn.Module) -> tuple[nn.Module, Step]:
+def zero_redundancy(model: nn.Module) -> Way:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     def make(masters: list[nn.Parameter]) -> torch.optim.Optimizer:
@@ -129,7 +126,7 @@ def zero_redundancy(model: nn.Module) -> tuple[nn.Module, Step]:
     return with_masters(model, make)
 
 
-def fsdp2(model: nn.Module) -> tuple[nn.Module, Step]:
+def fsdp2(model: nn.Module) -> Way:
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     model.float()
@@ -144,15 +141,33 @@ def fsdp2(model: nn.Module) -> tuple[nn.Module, Step]:
         opt.step()
         opt.zero_grad()
 
-    return model, after
+    return model, Tensor.backward, after
 
 
-WAYS: dict[str, Callable[[nn.Module], tuple[nn.Module, Step]]] = {
+def deepspeed_zero1(model: nn.Module) -> Way:
+    os.environ.update(RANK=str(dist.get_rank()), LOCAL_RANK=str(dist.get_rank()), WORLD_SIZE=str(dist.get_world_size()))
+    os.environ.update(LOCAL_SIZE=str(dist.get_world_size()), MASTER_ADDR="127.0.0.1", MASTER_PORT="0")
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    with contextlib.redirect_stdout(io.StringIO()):
+        import deepspeed
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 1},
+        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 1e-2}},
+    }
+    engine = deepspeed.initialize(model=model, config=config, dist_init_required=False)[0]
+    return engine, engine.backward, engine.step
+
+
+WAYS: dict[str, Callable[[nn.Module], Way]] = {
     "forward + backward": forward_backward,
     "Zero1AdamW": zero1,
     "Zero1AdamW, split": lambda model: zero1(model, master_weights="split"),
     "DDP + fused AdamW": ddp_adamw,
     "ZeroRedundancyOptimizer": zero_redundancy,
+    "DeepSpeed ZeRO-1": deepspeed_zero1,
     "FSDP2": fsdp2,
 }
 
@@ -163,7 +178,7 @@ def worker(rank: int, world: int, name: str, args: argparse.Namespace, folder: s
     dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     dist.all_reduce(torch.zeros(1))
     before, resting = live_bytes(), status("VmRSS")
-    model, after = WAYS[name](build(args.width, args.layers, torch.bfloat16))
+    model, backward, after = WAYS[name](build(args.width, args.layers, torch.bfloat16))
     times, loss = [], torch.zeros(())
     for step in range(args.steps + 2):
         x = torch.randn(args.batch, args.width, generator=torch.Generator().manual_seed(1000 * step + rank)).bfloat16()
@@ -172,7 +187,7 @@ def worker(rank: int, world: int, name: str, args: argparse.Namespace, folder: s
             sent = sent_bytes()
         begin = time.perf_counter()
         loss = model(x).float().square().mean()
-        loss.backward()
+        backward(loss)
         after()
         dist.barrier()
         times.append(1e3 * (time.perf_counter() - begin))
@@ -192,26 +207,15 @@ def worker(rank: int, world: int, name: str, args: argparse.Namespace, folder: s
     dist.destroy_process_group()
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--width", type=int, default=4096)
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--json")
-    args = parser.parse_args()
-    if args.steps < 1:
-        parser.error("--steps: at least 1 wanted")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    numel = args.layers * args.width**2
-    print(f"{args.ranks} gloo ranks, {numel:,} bf16 parameters, torch {torch.__version__}")
+def compare(ranks: int, numel: int, args: argparse.Namespace) -> list[dict[str, Any]]:
+    """Every way, on so many ranks."""
+    print(f"{ranks} gloo ranks, {numel:,} bf16 parameters, torch {torch.__version__}")
     print(f"{'':>24} {'ms':>8} {'beyond':>8} {'live MB':>9} {'peak MB':>9} {'sent MB':>9} {'loss':>12}")
-    rows = []
+    rows: list[dict[str, Any]] = []
     for name in WAYS:
         with tempfile.TemporaryDirectory() as folder:
             try:
-                mp.spawn(worker, (args.ranks, name, args, folder), nprocs=args.ranks)
+                mp.spawn(worker, (ranks, name, args, folder), nprocs=ranks)
             except Exception as error:
                 print(f"{name:>24} left out: {str(error).strip().splitlines()[-1]}")
                 continue
@@ -219,10 +223,45 @@ def main() -> None:
         row["beyond_ms"] = row["ms"] - (rows[0]["ms"] if rows else row["ms"])
         rows.append(row)
         mb = " ".join(f"{row[key] / 1e6:9.1f}" for key in ("live_bytes", "peak_bytes", "sent_bytes"))
-        print(f"{name:>24} {row['ms']:8.1f} {row['beyond_ms']:8.1f} {mb} {row['loss']:12.5g}")
+        print(f"{name:>24} {row['ms']:8.1f} {row['beyond_ms']:8.1f} {mb} {row['loss']:12.5g}", flush=True)
+    return rows
+
+
+def plot(runs: list[dict[str, Any]], path: str) -> None:
+    from matplotlib import pyplot
+
+    pyplot.rcParams["svg.hashsalt"] = "zero1"  # the same file for the same figures
+    figure, axes = pyplot.subplots(1, 2, figsize=(9, 4), sharey=True, layout="constrained")
+    for ax, key, title in zip(axes, ("live_bytes", "peak_bytes"), ("between steps", "at the peak"), strict=True):
+        for name in list(WAYS)[1:]:
+            found = [(run["ranks"], row[key]) for run in runs for row in run["rows"] if row["way"] == name]
+            ax.plot([n for n, _ in found], [size / 1e6 for _, size in found], marker="o", label=name)
+        ax.set(title=title, xlabel="ranks", xticks=[run["ranks"] for run in runs], ylim=(0, None))
+    axes[0].set(ylabel="MB per rank")
+    axes[1].legend(fontsize="small")
+    figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--json")
+    parser.add_argument("--plot", help="an SVG; needs matplotlib")
+    args = parser.parse_args()
+    if args.steps < 1:
+        parser.error("--steps: at least 1 wanted")
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    numel = args.layers * args.width**2
+    runs = [{"ranks": ranks, "rows": compare(ranks, numel, args)} for ranks in args.ranks]
     if args.json:
-        result = {"ranks": args.ranks, "numel": numel, "torch": torch.__version__, "rows": rows}
-        Path(args.json).write_text(json.dumps(result, indent=1))
+        result = {"numel": numel, "torch": torch.__version__, "runs": runs}
+        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+    if args.plot:
+        plot(runs, args.plot)
 
 
 if __name__ == "__main__":

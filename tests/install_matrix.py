@@ -30,7 +30,7 @@ IGNORED = shutil.ignore_patterns(
     ".git", ".venv", "build", "dist", "runs", "*.egg-info", "*.so", "__pycache__", ".*_cache"
 )
 PYTHONS = ("3.10", "3.11", "3.12", "3.13")
-TORCHES = ("2.10", "2.11", "2.13", "2.14")
+TORCHES = ("2.10", "2.11", "2.12", "2.13", "2.14", "2.15")
 SETUPTOOLS = "setuptools>=77"
 TIME_LIMIT = 3600  # seconds a command
 ADVICE = "--no-build-isolation"

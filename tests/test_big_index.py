@@ -337,7 +337,7 @@ CASTS = {
     ("vec.cuh", "left"): "below 8 there",
     ("launch.cuh", "blocks"): "at most as many as the device holds at once",
     ("norm_math.h", "position >> 5"): "below 8",
-    ("bindings.cpp", "zero1::cpu::level()"): "one of three",
+    ("module.cpp", "zero1::cpu::level()"): "one of three",
 }
 
 

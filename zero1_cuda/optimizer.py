@@ -224,7 +224,7 @@ class _Zero1(Optimizer):
 
         ``{"state": {0..n-1: {"step", "exp_avg", "exp_avg_sq", "master"[, "max_exp_avg_sq"]}}, "param_groups": [...]}``.
         The tensors work with torch.distributed.checkpoint (save and load, any number of ranks); by torch.save each is
-        stored as this rank's plain 1-D part, marked with its rank and world size. As in torch they are the state itself,
+        stored as this rank's plain 1-D part, marked with its rank and world size. As in torch they are the state, and
         not copies; loading into them by DCP gives them memory of their own.
         """
         for pre in self._optimizer_state_dict_pre_hooks.values():
