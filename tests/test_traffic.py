@@ -24,6 +24,7 @@ SENT = {
     "isend": lambda t, world, mine: t.nbytes,
     "irecv": lambda t, world, mine: 0,
     "broadcast": lambda t, world, mine: t.nbytes * (world - 1) if mine else 0,
+    "all_gather": lambda t, world, mine: t[0].nbytes * (world - 1),
     "all_reduce": lambda t, world, mine: 2 * t.nbytes * (world - 1) // world,
     "all_to_all_single": lambda t, world, mine: t.nbytes * (world - 1) // world,
     "all_gather_into_tensor": lambda t, world, mine: t.nbytes * (world - 1) // world,
@@ -49,7 +50,8 @@ class Meter:
         group = kwargs.get("group")
         world, mine = dist.get_world_size(group), kwargs.get("group_src") == dist.get_rank(group)
         self.sent[name] = self.sent.get(name, 0) + SENT[name](args[0], world, mine)
-        self.largest[name] = max(self.largest.get(name, 0), args[0].nbytes)
+        if torch.is_tensor(args[0]):
+            self.largest[name] = max(self.largest.get(name, 0), args[0].nbytes)
         return function(*args, **kwargs)
 
     def take(self):
@@ -116,6 +118,28 @@ def test_elements_sent(way):
 @pytest.mark.parametrize("world", [2, 4])
 def test_elements_sent_by_the_native_way(world):
     run(world, count, "plain", torch.float32, {"reduce_in_fp32": False})
+
+
+def count_replicas(rank, world):
+    """Two by two: inside process_group as ever, and this rank's slice in fp32 to every replica."""
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        params = weights([(2, 128, 5), (512,), (6, 128)], torch.bfloat16)  # needs no padding
+        numel = sum(p.numel() for p in params)
+        opt = Zero1AdamW(params, bucket_cap_mb=0.001, process_group=rows[rank // 2], replicate_group=columns[rank % 2])
+        for way in (plain, accumulating, clipping):
+            way(opt, params, rank)  # the first step makes the buffers
+            meter = Meter(monkeypatch)
+            way(opt, params, rank)
+            replicas = meter.sent.pop("all_gather")
+            assert replicas == 4 * (numel // 2) * (2 - 1)
+            assert meter.take() == 2 * (2 * numel) // 2
+            monkeypatch.undo()
+
+
+def test_replicas_exchange_their_slices_only():
+    run(4, count_replicas)
 
 
 def more(rank, world):

@@ -179,7 +179,9 @@ class Reducer:
             run.sample = None  # the reduction itself changes it
 
     def _finish_first(self) -> None:
-        self.flying.pop(0)[1].finish()
+        pending = self.flying.pop(0)[1]
+        with profiled("zero1.reduce_scatter"):
+            pending.finish()
 
     def reduce_all(self) -> None:
         """Reduces, once per cycle, every bucket that has not been; waits for all."""
@@ -344,4 +346,5 @@ class Reducer:
         for run in self.runs if runs is None else runs:
             if run.gather is not None:
                 gather, run.gather = run.gather, None
-                gather.finish()
+                with profiled("zero1.all_gather"):
+                    gather.finish()
