@@ -22,7 +22,8 @@ class OnDeviceOf {
  public:
   explicit OnDeviceOf(const Tensor& t) : guard_(t.get_device_index()) {
     void* stream = nullptr;
-    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_current_cuda_stream(t.get_device_index(), &stream));
+    const int32_t device = t.get_device_index();
+    STD_TORCH_CHECK(aoti_torch_get_current_cuda_stream(device, &stream) == 0, "no stream on CUDA device ", device);
     stream_ = static_cast<cudaStream_t>(stream);
   }
   cudaStream_t stream() const { return stream_; }

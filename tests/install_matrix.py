@@ -34,6 +34,23 @@ TORCHES = ("2.10", "2.11", "2.12", "2.13", "2.14")
 SETUPTOOLS = "setuptools>=77"
 TIME_LIMIT = 3600  # seconds a command
 ADVICE = "--no-build-isolation"
+USER_SCRIPT = """
+import torch
+
+from zero1_cuda import Zero1AdamW
+
+model = torch.nn.Linear(3, 2)
+opt = Zero1AdamW(model.named_parameters(), lr=1e-3, max_grad_norm=1.0, master_weights="split")
+model(torch.ones(1, 3)).sum().backward()
+norm: torch.Tensor = opt.clip_grad_norm_(1.0)
+opt.step()
+opt.zero_grad()
+report: dict[str, int] = opt.memory_report()
+state = opt.full_state_dict()
+opt.load_state_dict(state)
+with opt.no_sync():
+    pass
+"""
 
 
 class Skipped(Exception):
@@ -342,6 +359,32 @@ def nvcc_without_gpu(m: Matrix) -> str:
     return m.install_wheel(built)
 
 
+def release(m: Matrix) -> str:
+    """twine check and auditwheel show accept what would be published"""
+    tools, out = m.venv(SETUPTOOLS, "twine", "auditwheel"), m.folder("sdist")
+    m.run(tools, "-c", f"from setuptools import build_meta; build_meta.build_sdist({str(out)!r})", cwd=m.sources())
+    built = m.wheel(ZERO1_CUDA=None, TORCH_CUDA_ARCH_LIST=os.environ.get("TORCH_CUDA_ARCH_LIST", "9.0"))
+    told = m.run(tools, "-m", "twine", "check", "--strict", *out.glob("*.tar.gz"), built)
+    need(told.count("PASSED") == 2, "twine has not passed both")
+    need("LICENSE" in " ".join(zipfile.ZipFile(built).namelist()), "no licence in the wheel")
+    shown = " ".join(m.run(tools, "-m", "auditwheel", "show", built).split())
+    need("is consistent with the following platform tag" in shown, "auditwheel finds no platform tag")
+    limit = re.search(r'constrains the platform tag to "(\w+)"', shown)
+    return f"could be published as {limit.group(1)}" if limit else ""
+
+
+def typed(m: Matrix) -> str:
+    """mypy --strict passes for a script that uses the package"""
+    new, folder = m.venv(SETUPTOOLS, "mypy"), m.folder("script")
+    m.run(new, "-m", "pip", "install", ADVICE, "--no-deps", m.sources())
+    (folder / "script.py").write_text(USER_SCRIPT)
+    m.run(new, "-m", "mypy", "--strict", "script.py", cwd=folder)
+    (folder / "script.py").write_text(USER_SCRIPT.replace("lr=1e-3", "lr='much'"))
+    told = m.run(new, "-m", "mypy", "--strict", "script.py", cwd=folder, fails=True)
+    need('Argument "lr" to "Zero1AdamW" has incompatible type "str"' in told, "mypy does not see a wrong argument")
+    return ""
+
+
 def cuda_torch(m: Matrix) -> str:
     """a CUDA build of torch without the toolkit"""
     env = no_toolkit(m)
@@ -401,6 +444,8 @@ QUICK: dict[str, Callable[[Matrix], str]] = {
 }
 ROWS: dict[str, Callable[[Matrix], str]] = {
     **QUICK,
+    "typed": typed,
+    "release": release,
     "nvcc-no-gpu": nvcc_without_gpu,
     "cuda-torch": cuda_torch,
     **{f"python-{version}": python_row(version) for version in PYTHONS},
