@@ -126,11 +126,12 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
         loss = torch.tensor(row["loss"])
         smooth = loss.unfold(0, min(20, len(loss)), 1).mean(1)
         above.plot(range(len(loss) - len(smooth), len(loss)), smooth, label=row["way"], **style)
-    looks = rows[0]["looks"]
-    below.plot([look["step"] for look in looks], [look["resident_bytes"] / 1e6 for look in looks])
+    for row in rows:
+        below.plot([look["step"] for look in row["looks"]], [look["resident_bytes"] / 1e6 for look in row["looks"]])
     above.set(ylabel="loss, mean of 20 steps")
     above.legend()
-    below.set(xlabel="step", ylabel="resident MB", ylim=(0, None))
+    below.set(xlabel="step", ylabel="resident MB")
+    below.set_ylim(0, 1.2 * below.get_ylim()[1])
     pyplot.rcParams["svg.hashsalt"] = "zero1"  # the same file for the same figures
     figure.savefig(path, metadata={"Date": None})
 

@@ -236,8 +236,9 @@ def plot(runs: list[dict[str, Any]], path: str) -> None:
         for name in list(WAYS)[1:]:
             found = [(run["ranks"], row[key]) for run in runs for row in run["rows"] if row["way"] == name]
             ax.plot([n for n, _ in found], [size / 1e6 for _, size in found], marker="o", label=name)
-        ax.set(title=title, xlabel="ranks", xticks=[run["ranks"] for run in runs], ylim=(0, None))
+        ax.set(title=title, xlabel="ranks", xticks=[run["ranks"] for run in runs])
     axes[0].set(ylabel="MB per rank")
+    axes[0].set_ylim(bottom=0)  # of both, once both are drawn
     axes[1].legend(fontsize="small")
     figure.savefig(path, metadata={"Date": None})
 
