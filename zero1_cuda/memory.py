@@ -110,12 +110,22 @@ def footprint(
 
 
 def predicted_bytes(numel: int, world_size: int, param_bytes: int, split: bool = False) -> int:
-    """4 Psi + 12 Psi / N (fp32: 8 Psi + 8 Psi / N; split: 4 Psi + 10 Psi / N), rounded up to whole bytes."""
+    """4 Psi + 12 Psi / N (fp32: 8 Psi + 8 Psi / N; split: 4 Psi + 10 Psi / N), rounded up to whole bytes.
+
+    >>> predicted_bytes(7_500_000_000, world_size=1, param_bytes=2)
+    120000000000
+    >>> predicted_bytes(7_500_000_000, world_size=64, param_bytes=2)
+    31406250000
+    """
     return footprint(numel, world_size, param_bytes, split).predicted
 
 
 def smallest_world_size(limit: int, total: Callable[[int], int], most: int = MOST_RANKS) -> int | None:
-    """The smallest number of ranks with total(ranks) <= limit; None: more than `most`. `total` must fall with ranks."""
+    """The smallest number of ranks with total(ranks) <= limit; None: more than `most`. `total` must fall with ranks.
+
+    >>> smallest_world_size(80_000_000_000, lambda ranks: predicted_bytes(7_500_000_000, ranks, 2))
+    2
+    """
     high = 1
     while high <= most and total(high) > limit:
         high *= 2

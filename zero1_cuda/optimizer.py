@@ -128,7 +128,16 @@ class _Zero1(Optimizer):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward accumulates gradients locally and sends nothing."""
+        """Inside, backward accumulates gradients locally and sends nothing.
+
+        >>> model = torch.nn.Linear(2, 1)
+        >>> opt = Zero1AdamW(model.parameters())
+        >>> with opt.no_sync():
+        ...     model(torch.ones(1, 2)).sum().backward()
+        >>> model(torch.ones(1, 2)).sum().backward()  # sends the sum of both
+        >>> model.weight.grad
+        tensor([[2., 2.]])
+        """
         self._engine.reducer.quiet += 1
         try:
             yield
@@ -145,6 +154,12 @@ class _Zero1(Optimizer):
 
         Returns:
             float32, 0-d, the same on every rank: the norm before clipping, as torch.nn.utils.clip_grad_norm_ has it.
+
+        >>> p = torch.nn.Parameter(torch.zeros(2))
+        >>> opt = Zero1AdamW([p])
+        >>> p.grad = torch.tensor([3.0, 4.0])
+        >>> opt.clip_grad_norm_(1.0), p.grad  # the clipping waits for the step
+        (tensor(5.), tensor([3., 4.]))
         """
         if not float(max_norm) >= 0.0:
             raise ValueError(f"max_norm: at least 0 wanted, got {max_norm!r}")
@@ -180,6 +195,16 @@ class _Zero1(Optimizer):
         """Masters := weights wherever a weight differs from its rounded master: after edits through ``p.data``.
 
         Other edits are noticed by themselves. Split masters never differ from their weight by more than a rounding.
+
+        >>> p = torch.nn.Parameter(torch.zeros(2).bfloat16())
+        >>> opt = Zero1AdamW([p])
+        >>> p.sum().backward()
+        >>> opt.step()
+        >>> p.data.fill_(3.0)
+        tensor([3., 3.], dtype=torch.bfloat16)
+        >>> opt.refresh_masters()
+        >>> opt.full_param_state(p)["master"]
+        tensor([3., 3.])
         """
         engine = self._engine
         engine.ready()
@@ -264,6 +289,15 @@ class _Zero1(Optimizer):
         """Collective: the whole state in the form of torch.optim.AdamW's state_dict(), plus ``master``, on the CPU.
 
         Rank 0 of process_group gets it, the others `{}`; with ``rank0_only=False`` all do.
+
+        >>> model = torch.nn.Linear(2, 1)
+        >>> opt = Zero1AdamW(model.parameters(), lr=0.01)
+        >>> model(torch.ones(1, 2)).sum().backward()
+        >>> opt.step()
+        >>> adamw = torch.optim.AdamW(torch.nn.Linear(2, 1).parameters())
+        >>> adamw.load_state_dict(opt.full_state_dict())
+        >>> adamw.param_groups[0]["lr"]
+        0.01
         """
         return self._whole(0 if rank0_only else None)
 
@@ -279,6 +313,10 @@ class _Zero1(Optimizer):
 
         Copies, fp32, in p's shape, on its device; step is 0-d. Zeros before the first step. ValueError for a tensor
         that is not a parameter here or has never been trainable.
+
+        >>> p = torch.nn.Parameter(torch.ones(2).bfloat16())
+        >>> Zero1AdamW([p]).full_param_state(p)["master"]
+        tensor([1., 1.])
         """
         self._ready()
         with torch.no_grad():
@@ -302,6 +340,10 @@ class _Zero1(Optimizer):
 
         Addresses are counted once; before the first step, what will be allocated. predicted: params + grads + state by
         formula, for 16-bit parameters 2Ψ + 2Ψ + 12Ψ/N.
+
+        >>> report = Zero1AdamW([torch.nn.Parameter(torch.zeros(1024).bfloat16())]).memory_report()
+        >>> report["params"], report["grads"], report["state"], report["predicted"]
+        (2048, 2048, 12288, 16384)
         """
         return memory_report(self._engine.roster, self._engine.tables())
 
@@ -372,6 +414,14 @@ _ARGUMENTS = """
         ValueError, TypeError: on every rank, if the arguments are wrong on any or ranks pass different parameters.
 
     Source: ZeRO, Rajbhandari et al. 2020 (stage 1, P_os); Adam, Kingma and Ba 2015; AdamW, Loshchilov and Hutter 2019.
+
+    >>> p = torch.nn.Parameter(torch.ones(2))
+    >>> opt = Zero1{torch}([p], lr=0.1, weight_decay=0.0)
+    >>> (p * torch.tensor([1.0, -2.0])).sum().backward()
+    >>> opt.step()
+    >>> p
+    Parameter containing:
+    tensor([0.9000, 1.1000], requires_grad=True)
     """
 
 

@@ -29,6 +29,9 @@ def boxes(shape: Sequence[int], lo: int, hi: int) -> list[Box]:
     """Elements [lo, hi) of a row-major tensor as boxes, in order; at most ``2 * ndim - 1`` of them.
 
     An empty tensor is one empty box on every rank: without any, DCP would lose its name.
+
+    >>> boxes([3, 4], 2, 9)  # the end of row 0, row 1, the begin of row 2
+    [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
     """
     shape = tuple(shape)
     if 0 in shape:
