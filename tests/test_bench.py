@@ -234,3 +234,35 @@ def test_gpu_check_without_a_gpu_is_one_line(capfd: pytest.CaptureFixture[str]) 
     assert load("gpu_check").main([]) == 1
     (line,) = capfd.readouterr().err.splitlines()
     assert "there is no GPU" in line
+
+
+# -- the scripts that measure several ranks --------------------------------------------------------
+
+SCRIPTS = {
+    "collectives": ["--numel", "65536"],
+    "checkpoint": ["--mb", "26", "--rounds", "1"],
+    "cost": ["--ranks", "2", "--numel", "1048576"],
+    "long_run": ["--steps", "50"],
+    "step": ["--width", "64", "--layers", "2", "--steps", "1"],
+    "timeline": ["--width", "64", "--layers", "2"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_a_script_runs_and_writes_what_it_found(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "found.json"
+    command = [sys.executable, str(FOLDER / f"{name}.py"), *SCRIPTS[name], "--json", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(path.read_text())
+    assert found["torch"] == torch.__version__
+    if name == "step":
+        ways = [row["way"] for row in found["runs"][0]["rows"]]
+        assert ways[:5] == [
+            "forward + backward",
+            "Zero1AdamW",
+            "Zero1AdamW, split",
+            "DDP + fused AdamW",
+            "ZeroRedundancyOptimizer",
+        ]
