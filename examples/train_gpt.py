@@ -103,6 +103,34 @@ def barrier() -> None:
         dist.barrier()
 
 
+class Counted:
+    """A bar over the tensors that rank 0 writes or reads, where that takes more than a second."""
+
+    desc: str
+
+    def finish_plan(self, plan: Any) -> Any:
+        plan = super().finish_plan(plan)  # type: ignore[misc]
+        hidden = dist.is_initialized() and dist.get_rank() != 0
+        self.bar = tqdm(total=len(plan.items), desc=self.desc, unit="tensor", delay=1, leave=False, disable=hidden)
+        return plan
+
+
+class CountedSave(Counted, dcp.DefaultSavePlanner):
+    desc = "saving"
+
+    def resolve_data(self, write_item: Any) -> Any:
+        self.bar.update()
+        return super().resolve_data(write_item)
+
+
+class CountedLoad(Counted, dcp.DefaultLoadPlanner):
+    desc = "loading"
+
+    def commit_tensor(self, read_item: Any, tensor: Tensor) -> None:
+        self.bar.update()
+        super().commit_tensor(read_item, tensor)
+
+
 def save(folder: Path, parts: dict[str, Any], progress: dict[str, float], rank: int) -> None:
     """A checkpoint is whole or not there: written aside, renamed when all ranks are done, then made the latest."""
     whole = folder / f"step-{progress['step']}"
@@ -112,7 +140,7 @@ def save(folder: Path, parts: dict[str, Any], progress: dict[str, float], rank: 
             shutil.rmtree(leftover, ignore_errors=True)
     barrier()
     state = {name: part.state_dict() for name, part in parts.items()} | {"progress": progress}
-    dcp.save(state, checkpoint_id=partial, no_dist=not dist.is_initialized())
+    dcp.save(state, checkpoint_id=partial, planner=CountedSave(), no_dist=not dist.is_initialized())
     barrier()
     if rank == 0:
         partial.rename(whole)
@@ -130,7 +158,8 @@ def save(folder: Path, parts: dict[str, Any], progress: dict[str, float], rank: 
 def load(folder: Path, parts: dict[str, Any], progress: dict[str, float]) -> None:
     """Each rank reads its part, whatever the number of ranks that saved."""
     state = {name: part.state_dict() for name, part in parts.items()} | {"progress": progress}
-    dcp.load(state, checkpoint_id=folder / (folder / "latest").read_text(), no_dist=not dist.is_initialized())
+    latest = folder / (folder / "latest").read_text()
+    dcp.load(state, checkpoint_id=latest, planner=CountedLoad(), no_dist=not dist.is_initialized())
     for name, part in parts.items():
         part.load_state_dict(state[name])
     progress.update(state["progress"])
