@@ -4,7 +4,7 @@ _C:    CPU kernels, op schemas, the Python module. Always built.
 _cuda: CUDA kernels. Built where nvcc is found, even beside a CPU-only torch; ZERO1_CUDA=1 makes its absence an error,
        ZERO1_CUDA=0 leaves it out.
 
-Environment: ZERO1_CUDA, CUDA_HOME, TORCH_CUDA_ARCH_LIST, MAX_JOBS, CXX.
+Environment: ZERO1_CUDA, CUDA_HOME or CUDA_PATH, TORCH_CUDA_ARCH_LIST, MAX_JOBS, CXX.
 """
 
 import os
@@ -16,8 +16,12 @@ import sys
 import sysconfig
 from pathlib import Path
 
+import setuptools
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+
+if int(setuptools.__version__.partition(".")[0]) < 77:  # which does not know the licence field of pyproject.toml
+    raise SystemExit(f"zero1_cuda needs setuptools >= 77, got {setuptools.__version__}: pip install -U setuptools")
 
 CPU_SOURCES = ["csrc/bindings.cpp", "csrc/module.cpp", *sorted(str(p) for p in Path("csrc/cpu").glob("*.cpp"))]
 CUDA_SOURCES = ["csrc/bindings_cuda.cpp", *sorted(str(p) for p in Path("csrc/cuda").glob("*.cu"))]
@@ -27,19 +31,25 @@ TORCH_TARGET = "0x020a000000000000"  # the stable ABI of torch 2.10: what is bui
 # No contraction and no fast-math: CPU and CUDA must give the same bits. The two -fno-* only let loops vectorise.
 MATH = ["-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 CXX_FLAGS = ["-std=c++17", "-O3", *MATH, "-fPIC", "-fvisibility=hidden", "-Wall", "-Icsrc", "-Icsrc/include"]
-NVCC_FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden", "--threads", "2"]
-NVCC_FLAGS += ["-Icsrc/include"]
+NVCC_FLAGS = ["-std=c++17", "-O3", "-fmad=false", "-Xcompiler", "-fPIC,-fvisibility=hidden", "-Icsrc/include"]
+NVCC_FLAGS += ["--threads", "1" if os.environ.get("MAX_JOBS") == "1" else "2"]
 
 
-def output_of(*command):
-    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+def ask_nvcc(nvcc, *arguments):
+    """What it prints, on both streams."""
+    try:
+        done = subprocess.run([nvcc, *arguments], capture_output=True, text=True, check=True)
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
+        raise SystemExit(f"zero1_cuda: nvcc does not run ({error}); ZERO1_CUDA=0 builds without CUDA") from None
+    return done.stdout + done.stderr
 
 
 def find_nvcc():
+    """Where torch looks for it, too: CUDA_HOME or CUDA_PATH where one is set, else PATH, else the usual place."""
     if os.environ.get("ZERO1_CUDA") == "0":
         return None
-    home = os.environ.get("CUDA_HOME")
-    places = ([f"{home}/bin"] if home else []) + [os.environ.get("PATH"), "/usr/local/cuda/bin"]
+    home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
+    places = [f"{home}/bin"] if home else [os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"]
     return next(filter(None, (shutil.which("nvcc", path=place) for place in places)), None)
 
 
@@ -47,7 +57,7 @@ def cuda_archs(nvcc):
     """TORCH_CUDA_ARCH_LIST, or those of the default list that this nvcc knows: ["8.0", ..., "12.0+PTX"]."""
     archs = os.environ.get("TORCH_CUDA_ARCH_LIST", "").replace(";", " ").split()
     if not archs:
-        known = output_of(nvcc, "--list-gpu-arch").split()
+        known = ask_nvcc(nvcc, "--list-gpu-arch").split()
         archs = [arch for arch in DEFAULT_ARCHS.split() if "compute_" + arch.replace(".", "") in known]
         archs[-1] += "+PTX"
     for arch in archs:
@@ -99,7 +109,7 @@ class BuildExtensions(build_ext):
         if sys.platform != "linux":
             raise SystemExit(f"zero1_cuda builds on Linux only, got {sys.platform}")
         if not self.nvcc and os.environ.get("ZERO1_CUDA") == "1":
-            raise SystemExit("ZERO1_CUDA=1, but nvcc is not in CUDA_HOME/bin, on PATH or in /usr/local/cuda/bin")
+            raise SystemExit("ZERO1_CUDA=1, but nvcc is not in CUDA_HOME/bin or, without CUDA_HOME, on PATH")
         try:
             import torch
         except ImportError as error:
@@ -109,7 +119,7 @@ class BuildExtensions(build_ext):
             ) from None
         if tuple(int(n) for n in re.findall(r"\d+", torch.__version__)[:2]) < (2, 10):
             raise SystemExit(f"zero1_cuda needs torch >= 2.10, got {torch.__version__}")
-        cxx = shlex.split(os.environ.get("CXX") or "g++")
+        cxx = shlex.split(os.environ.get("CXX", "")) or ["g++"]
         if not shutil.which(cxx[0]):
             raise SystemExit(f"zero1_cuda needs a C++ compiler: {cxx[0]!r} is not on PATH (CXX names another one)")
 
@@ -122,7 +132,7 @@ class BuildExtensions(build_ext):
             "VERSION": self.distribution.get_version(),
             "TORCH": torch.__version__,
             "CUDA_ARCHS": " ".join(archs),
-            "NVCC": re.search(r"release .*", output_of(self.nvcc, "--version")).group() if self.nvcc else "",
+            "NVCC": re.search(r"release .*|$", ask_nvcc(self.nvcc, "--version")).group() if self.nvcc else "",
         }
         lines = ["#pragma once", *(f'#define ZERO1_BUILD_{name} "{value}"' for name, value in facts.items())]
         lines += [f"#define ZERO1_BUILD_CUDA {int(bool(self.nvcc))}", ""]
@@ -132,6 +142,7 @@ class BuildExtensions(build_ext):
             run_steps([step for plan in plans for step in plan], folder)
         except subprocess.CalledProcessError as error:
             raise SystemExit(f"zero1_cuda: the build failed (exit status {error.returncode}), see above") from None
+        Path(self.get_ext_fullpath("zero1_cuda._cuda")).unlink(missing_ok=True)  # of an earlier build
         for extension in self.extensions:
             target = Path(self.get_ext_fullpath(extension.name))
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -145,7 +156,7 @@ class BuildExtensions(build_ext):
         link = [*cxx, "-shared"]
         if cuda:
             # nvcc may be a script somewhere else than the toolkit: it is asked where that is
-            dry = subprocess.run([self.nvcc, "--dryrun", "-c", "x.cu"], capture_output=True, text=True).stderr
+            dry = ask_nvcc(self.nvcc, "--dryrun", "-c", "csrc/cuda/adam_step.cu")
             host += [f.replace("-I", "-isystem") for f in re.findall(r"-I[^\s\"]+", dry.partition("INCLUDES=")[2])]
             link = [self.nvcc, "-shared", "--cudart", "static", "-Xlinker", "--exclude-libs=ALL,--no-as-needed"]
         device = [self.nvcc, *NVCC_FLAGS, *map(gencode, archs)]

@@ -34,6 +34,14 @@ TORCHES = ("2.10", "2.11", "2.12", "2.13", "2.14")
 SETUPTOOLS = "setuptools>=77"
 TIME_LIMIT = 3600  # seconds a command
 ADVICE = "--no-build-isolation"
+LEFT_OVER = """
+import pathlib, sys, sysconfig
+suffix = sysconfig.get_config_var("EXT_SUFFIX")
+path = pathlib.Path(f"build/lib.{sysconfig.get_platform()}-{sys.implementation.cache_tag}/zero1_cuda/_cuda{suffix}")
+path.parent.mkdir(parents=True)
+path.write_bytes(b"old")
+print(path)
+"""
 USER_SCRIPT = """
 import torch
 
@@ -203,8 +211,14 @@ class Matrix:
 
     def wheel(self, torch: str = "", python: str = sys.executable, toolkit: bool = True, **env: str | None) -> Path:
         """A wheel built against this torch."""
-        new, out = self.venv(SETUPTOOLS, torch=torch, python=python), self.folder("wheel")
-        self.run(new, "-m", "pip", "wheel", "-v", ADVICE, "--no-deps", "-w", out, self.sources(toolkit), **env)
+        new, out, sources = (
+            self.venv(SETUPTOOLS, torch=torch, python=python),
+            self.folder("wheel"),
+            self.sources(toolkit),
+        )
+        left = self.run(new, "-c", LEFT_OVER, cwd=sources).strip()  # what an earlier build with CUDA would have left
+        told = self.run(new, "-m", "pip", "wheel", "-v", ADVICE, "--no-deps", "-w", out, sources, **env)
+        need("CPU only" not in told or not (sources / left).exists(), "a library of an earlier build stays")
         (wheel,) = out.glob("*.whl")
         need("none-any" not in wheel.name, f"{wheel.name} is not a platform wheel")
         names = zipfile.ZipFile(wheel).namelist()
@@ -327,6 +341,14 @@ def editable(m: Matrix) -> str:
     return m.smoke(new)
 
 
+def old_setuptools(m: Matrix) -> str:
+    """with the setuptools that Python 3.11 brings along: one line"""
+    new = m.venv("setuptools==65.5.0")
+    told = m.run(new, "-m", "pip", "install", ADVICE, m.sources(), fails=True)
+    need("needs setuptools >= 77, got 65.5.0" in told and "Traceback" not in told, "no line says what to do")
+    return "says what to do"
+
+
 def no_ninja(m: Matrix) -> str:
     """without ninja"""
     new = m.venv(SETUPTOOLS)
@@ -438,6 +460,7 @@ QUICK: dict[str, Callable[[Matrix], str]] = {
     "wheel": wheel,
     "sdist": sdist,
     "editable": editable,
+    "old-setuptools": old_setuptools,
     "no-ninja": no_ninja,
     "no-nvcc": no_nvcc,
     "one-job": one_job,

@@ -32,7 +32,7 @@ def test_info_without_any_tool(tmp_path):
     done = run("info", cwd=tmp_path, PATH=str(tmp_path), CXX="", CUDA_HOME=str(tmp_path / "nowhere"))
     assert done.returncode == 0, done.stderr
     assert "nvcc: not found" in done.stdout.splitlines()
-    assert "compiler: not found" in done.stdout.splitlines()
+    assert "compiler: g++ not found" in done.stdout.splitlines()
 
 
 def test_info_with_a_broken_library(tmp_path):
@@ -119,3 +119,41 @@ def test_no_command_prints_usage_and_no_traceback():
     assert done.returncode == 2
     assert "usage:" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_sources_say_that_they_are_not_the_installed_package(tmp_path):
+    copy = tmp_path / "zero1_cuda"
+    copy.mkdir()
+    for source in PACKAGE.glob("*.py"):
+        (copy / source.name).symlink_to(source)
+    (tmp_path / "setup.py").touch()
+    code = (  # without what an editable install adds, which would find the library
+        "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f)]; import zero1_cuda.ops"
+    )
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=env, timeout=60
+    )
+    assert done.returncode != 0
+    assert f"{copy} are the sources, with no compiled library" in done.stderr
+    assert "pip install --no-build-isolation -e ." in done.stderr
+
+
+def test_why_the_cuda_library_did_not_load_is_told(tmp_path):
+    copy = tmp_path / "zero1_cuda"
+    copy.mkdir()
+    for source in [*PACKAGE.glob("*.py"), *PACKAGE.glob("_C*.so")]:
+        (copy / source.name).symlink_to(source)
+    library = copy / next(PACKAGE.glob("_C*.so")).name.replace("_C", "_cuda", 1)
+    library.write_bytes(b"\x7fELF" + bytes(100))
+    code = (
+        "import torch, zero1_cuda._C as c; torch.version.cuda = '13.0'; known = c.build_info();"
+        "c.build_info = lambda: {**known, 'cuda': True}; import zero1_cuda.ops as ops; print(ops.cuda_error())"
+    )
+    env = os.environ | {"PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=env, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
+    assert str(library) in done.stdout
+    assert "invalid ELF header" in done.stdout or "wrong ELF class" in done.stdout or "file too short" in done.stdout

@@ -11,6 +11,7 @@ import importlib
 import json
 import os
 import platform
+import shlex
 import shutil
 import subprocess
 import sys
@@ -45,17 +46,17 @@ def _one_line(error: BaseException) -> str:
     return " <- ".join(parts)
 
 
-def _program_version(program: str, pick: str = "") -> str:
+def _program_version(*program: str, pick: str = "") -> str:
     """`program --version`: its first line, or the first one that contains `pick`."""
-    done = subprocess.run([program, "--version"], check=False, capture_output=True, text=True, timeout=30)
+    done = subprocess.run([*program, "--version"], check=False, capture_output=True, text=True, timeout=30)
     lines = [line.strip() for line in done.stdout.splitlines() if pick in line]
-    return lines[0] if lines else f"{program} --version says nothing (exit status {done.returncode})"
+    return lines[0] if lines else f"{' '.join(program)} --version says nothing (exit status {done.returncode})"
 
 
 def _compiler() -> str:
-    names = [os.environ.get("CXX", ""), "c++", "g++", "clang++"]
-    found = next((path for name in names if name and (path := shutil.which(name))), None)
-    return _program_version(found) if found else "not found"
+    """The one that the build would take."""
+    words = shlex.split(os.environ.get("CXX", "")) or ["g++"]
+    return _program_version(*words) if shutil.which(words[0]) else f"{words[0]} not found"
 
 
 def _nvcc() -> str:
@@ -63,7 +64,7 @@ def _nvcc() -> str:
     home = os.environ.get("CUDA_HOME") or os.environ.get("CUDA_PATH")
     folders = [f"{home}/bin"] if home else [os.environ.get("PATH", os.defpath), "/usr/local/cuda/bin"]
     found = shutil.which("nvcc", path=os.pathsep.join(folders))
-    return f"{found} ({_program_version(found, 'release')})" if found else "not found"
+    return f"{found} ({_program_version(found, pick='release')})" if found else "not found"
 
 
 def _torch() -> str:
@@ -73,7 +74,7 @@ def _torch() -> str:
 
 
 def _built() -> dict[str, Any]:
-    return dict(importlib.import_module("zero1_cuda._C").build_info())
+    return dict(importlib.import_module("zero1_cuda.ops").build_info())
 
 
 def _cpu_level() -> str:

@@ -58,9 +58,21 @@ def _library(name: str) -> Path:
     return next((path for path in names if path.exists()), names[0])
 
 
+def _why(error: BaseException) -> str:
+    """What the loader said: the first cause."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return str(error)
+
+
 try:
     from . import _C
 except ImportError as error:
+    if not _library("_C").exists() and (Path(__file__).parents[1] / "setup.py").exists():
+        raise ImportError(
+            f"zero1_cuda: {Path(__file__).parent} are the sources, with no compiled library. An installed package is "
+            "found from any other folder; pip install --no-build-isolation -e . builds in place"
+        ) from error
     raise ImportError(f"zero1_cuda: the compiled library {_library('_C')} could not be loaded: {error}") from error
 
 _cuda_error: str | None = None
@@ -73,7 +85,7 @@ else:
     try:
         load_library(str(_library("_cuda")))
     except OSError as error:
-        _cuda_error = f"{_library('_cuda')} could not be loaded: {error}"
+        _cuda_error = f"{_library('_cuda')} could not be loaded: {_why(error)}"
 
 
 def cuda_error() -> str | None:
