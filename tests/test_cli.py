@@ -51,6 +51,21 @@ def test_info_with_a_broken_library(tmp_path):
     assert run("memory", "--params", "1e6", cwd=tmp_path, PYTHONPATH=str(tmp_path)).returncode == 0
 
 
+def test_info_with_a_library_that_was_cut_short(tmp_path):
+    """Loading it is a bus error, which no `except` catches."""
+    copy = tmp_path / "zero1_cuda"
+    copy.mkdir()
+    for source in PACKAGE.glob("*.py"):
+        (copy / source.name).write_bytes(source.read_bytes())
+    library = next(PACKAGE.glob("_C*.so"))
+    (copy / library.name).write_bytes(library.read_bytes()[: library.stat().st_size // 2])
+    done = run("info", "--json", cwd=tmp_path, PYTHONPATH=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    for name in ("built", "cpu_level", "cuda"):
+        assert facts[name].startswith("not available: ImportError"), facts[name]
+
+
 def test_info_survives_any_probe(monkeypatch, capsys):
     def broken():
         raise RuntimeError("first") from OSError("the\ncause")

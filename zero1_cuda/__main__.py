@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import importlib
 import json
 import os
@@ -73,17 +74,31 @@ def _torch() -> str:
     return f"{torch.__version__} (CUDA {torch.version.cuda or 'none'})"
 
 
+@functools.cache
+def _fatal_signal() -> int:
+    """The signal that loading the libraries ends with, 0: none. A file that was cut short can kill the process."""
+    folder = str(Path(__file__).parents[1])
+    code = f"import sys; sys.path.insert(0, {folder!r}); import zero1_cuda.ops"
+    return max(0, -subprocess.run([sys.executable, "-c", code], check=False, capture_output=True).returncode)
+
+
+def _ops() -> Any:
+    if _fatal_signal():
+        raise ImportError(f"loading the compiled libraries ends with signal {_fatal_signal()}: install again")
+    return importlib.import_module("zero1_cuda.ops")
+
+
 def _built() -> dict[str, Any]:
-    return dict(importlib.import_module("zero1_cuda.ops").build_info())
+    return dict(_ops().build_info())
 
 
 def _cpu_level() -> str:
-    ops = importlib.import_module("zero1_cuda.ops")
+    ops = _ops()
     return f"{ops.cpu_level()} (of {', '.join(ops.cpu_levels())})"
 
 
 def _cuda() -> str:
-    error = importlib.import_module("zero1_cuda.ops").cuda_error()
+    error = _ops().cuda_error()
     return f"not usable: {error}" if error else "usable"
 
 
