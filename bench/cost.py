@@ -107,14 +107,9 @@ def worker(rank: int, world: int, numel: int, folder: str) -> None:
         zero = clock(lambda opt=opt: opt.zero_grad(set_to_none=False))  # type: ignore[misc]
         measured = clock(step) - zero
         buckets = len(opt._engine.reducer.runs)
-        steps.append(
-            {
-                "buckets": buckets,
-                "measured_s": measured,
-                "predicted_s": sum(predicted(c, numel, buckets, world).values()),
-                "parts_s": predicted(c, numel, buckets, world),
-            }
-        )
+        parts = predicted(c, numel, buckets, world)
+        whole = sum(parts.values())
+        steps.append({"buckets": buckets, "measured_s": measured, "predicted_s": whole, "parts_s": parts})
     if rank == 0:
         Path(folder, "result.json").write_text(json.dumps({"ranks": world, "constants": c, "steps": steps}))
     dist.barrier()

@@ -68,8 +68,8 @@ class _DcpTensor(torch.Tensor):
         """The local data, in memory that is no part of the optimizer."""
         raise NotImplementedError
 
-    def _boxes(self) -> Iterator[Box]:
-        """Which boxes of the global tensor the local data are."""
+    def _parts(self) -> Iterator[tuple[torch.Size, torch.Size, Tensor]]:
+        """(offsets, sizes, local data) of the boxes of the global tensor that are here."""
         raise NotImplementedError
 
     def _like(self, local: Tensor) -> _DcpTensor:
@@ -106,32 +106,26 @@ class _DcpTensor(torch.Tensor):
     def __create_write_items__(self, fqn: str, obj: Any) -> list[WriteItem]:
         return [
             WriteItem(
-                index=MetadataIndex(fqn, chunk.offsets),
+                index=MetadataIndex(fqn, offsets),
                 type=WriteItemType.SHARD,
                 tensor_data=TensorWriteData(
-                    chunk=chunk, properties=TensorProperties(dtype=self.dtype), size=self.shape
+                    chunk=ChunkStorageMetadata(offsets, sizes),
+                    properties=TensorProperties(dtype=self.dtype),
+                    size=self.shape,
                 ),
             )
-            for chunk in self._chunks()
+            for offsets, sizes, _ in self._parts()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
         self._writable()  # DCP asks for this list when it is about to load, and then only
-        return self._chunks()
+        return [ChunkStorageMetadata(offsets, sizes) for offsets, sizes, _ in self._parts()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        at = 0
-        for offsets, sizes in self._boxes():
+        for offsets, _, part in self._parts():
             if offsets == index.offset:
-                return self._box(self.local, at, sizes)
-            at += math.prod(sizes)
+                return part
         raise KeyError(index)
-
-    def _chunks(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)) for offsets, sizes in self._boxes()]
-
-    def _box(self, local: Tensor, at: int, sizes: Sequence[int]) -> Tensor:
-        raise NotImplementedError
 
 
 class FlatShard(_DcpTensor):
@@ -157,20 +151,16 @@ class FlatShard(_DcpTensor):
         new._apart = local is not self.local
         return new
 
-    def _order(self) -> list[int]:
-        """In memory order the tensor is row-major with its dimensions in this order."""
-        return sorted(range(self.dim()), key=lambda d: (-self.dense_stride[d], d))
-
-    def _boxes(self) -> Iterator[Box]:
-        order = self._order()
+    def _parts(self) -> Iterator[tuple[torch.Size, torch.Size, Tensor]]:
+        # In memory order the tensor is row-major with its dimensions sorted by stride.
+        order = sorted(range(self.dim()), key=lambda d: (-self.dense_stride[d], d))
         back = [order.index(d) for d in range(self.dim())]
+        at = 0
         for offsets, sizes in boxes([self.shape[d] for d in order], self.lo, self.lo + self.local.numel()):
-            yield tuple(offsets[d] for d in back), tuple(sizes[d] for d in back)
-
-    def _box(self, local: Tensor, at: int, sizes: Sequence[int]) -> Tensor:
-        order = self._order()
-        back = [order.index(d) for d in range(self.dim())]
-        return local[at : at + math.prod(sizes)].view([sizes[d] for d in order]).permute(back)
+            n = math.prod(sizes)
+            part = self.local[at : at + n].view(sizes).permute(back)
+            yield torch.Size(offsets[d] for d in back), torch.Size(sizes[d] for d in back), part
+            at += n
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.local.__reduce_ex__(protocol)
@@ -199,11 +189,8 @@ class StepShard(_DcpTensor):
     def _like(self, local: Tensor) -> StepShard:
         return StepShard(local, self.mark)
 
-    def _boxes(self) -> Iterator[Box]:
-        yield (), ()
-
-    def _box(self, local: Tensor, at: int, sizes: Sequence[int]) -> Tensor:
-        return local
+    def _parts(self) -> Iterator[tuple[torch.Size, torch.Size, Tensor]]:
+        yield torch.Size(()), torch.Size(()), self.local
 
     def marked(self) -> Tensor:
         """int64 [MARK_WORDS]: step, rank, world_size, lo, hi, numel."""
