@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from zero1_cuda.collectives import Ranks, Scratch
+from zero1_cuda.comm.collectives import Ranks, Scratch
 
 # torch 2.13 renamed them
 reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

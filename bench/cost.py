@@ -26,7 +26,7 @@ import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from zero1_cuda import Zero1AdamW, ops
-from zero1_cuda.collectives import Ranks, Scratch
+from zero1_cuda.comm.collectives import Ranks, Scratch
 
 REPEATS = 9
 SMALL, LARGE = 2**12, 2**22  # elements of a bucket

@@ -81,7 +81,7 @@ def isolated(name: str, device: str, limit: float) -> dict[str, Any]:
     """A check in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "result.json")
-        command = [sys.executable, str(HERE / "gpu_checks.py"), name, device, str(result)]
+        command = [sys.executable, str(ROOT / "tests" / "gpu" / "gpu_checks.py"), name, device, str(result)]
         status, output = run(command, limit, dict(os.environ))
         if status is None:
             return {"status": "fail", "reason": f"no result within {limit:.0f} s\n{tail(output)}"}
@@ -93,7 +93,7 @@ def isolated(name: str, device: str, limit: float) -> dict[str, Any]:
 
 def in_process(name: str, device: str, limit: float) -> dict[str, Any]:
     """The same here: quicker, and on the CPU as safe."""
-    sys.path.insert(0, str(HERE))
+    sys.path.insert(0, str(ROOT / "tests" / "gpu"))
     import gpu_checks
 
     return gpu_checks.perform(name, device)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import setuptools
 
-from zero1_cuda import __main__ as cli
+from zero1_cuda.cli import info
 
 SETUP = Path(__file__).parents[1] / "setup.py"
 
@@ -47,10 +47,10 @@ def test_nvcc_is_looked_for_as_info_looks_for_it(names, monkeypatch, tmp_path):
     find = names()["find_nvcc"]
     monkeypatch.setenv("PATH", f"{nvcc.parent}{os.pathsep}{os.environ['PATH']}")
     assert find() == str(nvcc)
-    assert cli._nvcc() == f"{nvcc} (release 99.0, V99)"
+    assert info._nvcc() == f"{nvcc} (release 99.0, V99)"
     monkeypatch.setenv("CUDA_PATH", str(tmp_path / "nowhere"))  # says where, even if PATH has another
     assert find() is None
-    assert cli._nvcc() == "not found"
+    assert info._nvcc() == "not found"
     monkeypatch.setenv("CUDA_HOME", str(tmp_path))
     assert find() == str(nvcc)
     monkeypatch.setenv("ZERO1_CUDA", "0")
@@ -89,6 +89,6 @@ def test_one_job_is_one_compiler(names, monkeypatch):
 def test_the_compiler_that_info_shows_is_the_builds(monkeypatch, cxx):
     monkeypatch.setenv("CXX", cxx)
     monkeypatch.setenv("PATH", "/nowhere")
-    assert cli._compiler() == f"{cxx.strip() or 'g++'} not found"
+    assert info._compiler() == f"{cxx.strip() or 'g++'} not found"
     monkeypatch.setenv("CXX", f"{sys.executable} -I")
-    assert cli._compiler().startswith("Python 3.")
+    assert info._compiler().startswith("Python 3.")

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
@@ -61,3 +63,20 @@ def check_apart(params: list[Tensor]) -> None:
                 f"parameters {i} and {j} (shapes {shapes[0]} and {shapes[1]}) share memory; tie weights by using one "
                 "Parameter twice"
             )
+
+
+@dataclass(frozen=True)
+class Settings:
+    """See the arguments of Zero1AdamW."""
+
+    decoupled: bool
+    process_group: dist.ProcessGroup | None
+    replicate_group: dist.ProcessGroup | None
+    max_grad_norm: float | None
+    skip_nonfinite: bool
+    split: bool
+    bucket_cap_bytes: int | None
+    overlap_reduce: bool
+    gather_early: bool
+    reduce_in_fp32: bool | None
+    capturable: bool

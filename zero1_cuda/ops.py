@@ -6,6 +6,7 @@ in csrc/include/zero1/step_args.h; the constants below repeat what Python needs 
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -282,3 +283,10 @@ for _op in (
     "stream_limit",
 ):  # fmt: skip
     _register_fake(f"zero1::{_op}", _nothing)
+
+
+def profiled(name: str) -> contextlib.AbstractContextManager[object]:
+    """A named range that shows in a torch.profiler trace; costs nothing while none is running."""
+    if torch.autograd.profiler._is_profiler_enabled:
+        return torch.profiler.record_function(name)
+    return contextlib.nullcontext()

@@ -13,13 +13,12 @@ from torch import Tensor
 from torch._compile import _disable_dynamo
 from torch.optim import Optimizer
 
-from . import checkpoint
-from .accounting import memory_report
-from .arguments import check_apart, check_options, check_param
-from .collectives import Ranks
-from .engine import Engine
-from .gather_hooks import watch_module
-from .settings import Settings
+from .checkpoint import save as checkpoint
+from .comm.collectives import Ranks
+from .config import Settings, check_apart, check_options, check_param
+from .memory.report import memory_report
+from .step.gather_hooks import watch_module
+from .step.runner import Engine
 
 
 class _Zero1(Optimizer):

@@ -10,8 +10,8 @@ import pathlib
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Plain, backward, caught, digest, equal_on_all_ranks, exact, run, weights
-from test_checkpoint_dcp import bits, grid, made, train
+from helpers.ranks import Plain, backward, caught, digest, equal_on_all_ranks, exact, run, weights
+from helpers.states import bits, grid, made, train
 from torch import nn
 
 from zero1_cuda import Zero1Adam, Zero1AdamW

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import backward, digest, equal_on_all_ranks, exact, run, snapshot, weights
+from helpers.ranks import backward, digest, equal_on_all_ranks, exact, run, snapshot, weights
 from torch import nn
 
 from zero1_cuda import Zero1Adam, Zero1AdamW

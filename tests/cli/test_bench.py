@@ -13,16 +13,17 @@ from types import ModuleType
 import pytest
 import torch
 
-from zero1_cuda import __main__ as cli
-from zero1_cuda import bench, ops
+from zero1_cuda import cli, ops
+from zero1_cuda.cli import bench
 
-FOLDER = Path(__file__).parent.parent / "bench"
+FOLDER = Path(__file__).parents[2] / "bench"
 STEP = 2.0**-20  # what stream_limit adds
 KINDS = [*((d, v) for d in bench.DTYPES for v in ("plain", "amsgrad")), ("bf16", "l2"), ("bf16", "split")]
 
 
 def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, FOLDER / f"{name}.py")
+    folder = FOLDER.parent / "tests" / "gpu" if name == "gpu_checks" else FOLDER
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

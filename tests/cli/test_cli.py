@@ -2,15 +2,24 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from zero1_cuda import __main__ as cli
+from zero1_cuda import cli
+from zero1_cuda.cli import info
 
-PACKAGE = Path(cli.__file__).parent
+PACKAGE = Path(cli.__file__).parents[1]
+
+
+def sources_in(folder):
+    """A copy of the package's Python, without the compiled libraries."""
+    copy = folder / "zero1_cuda"
+    shutil.copytree(PACKAGE, copy, ignore=shutil.ignore_patterns("*.so", "__pycache__"))
+    return copy
 
 
 def run(*args, cwd=None, **env):
@@ -37,10 +46,7 @@ def test_info_without_any_tool(tmp_path):
 
 def test_info_with_a_broken_library(tmp_path):
     """The report names the file that cannot be loaded; `memory`, which needs no library, goes on working."""
-    copy = tmp_path / "zero1_cuda"
-    copy.mkdir()
-    for source in PACKAGE.glob("*.py"):
-        (copy / source.name).symlink_to(source)
+    copy = sources_in(tmp_path)
     for library in PACKAGE.glob("_C*.so"):
         (copy / library.name).write_bytes(os.urandom(100))
     done = run("info", "--json", cwd=tmp_path, PYTHONPATH=str(tmp_path))
@@ -53,10 +59,7 @@ def test_info_with_a_broken_library(tmp_path):
 
 def test_info_with_a_library_that_was_cut_short(tmp_path):
     """Loading it is a bus error, which no `except` catches."""
-    copy = tmp_path / "zero1_cuda"
-    copy.mkdir()
-    for source in PACKAGE.glob("*.py"):
-        (copy / source.name).write_bytes(source.read_bytes())
+    copy = sources_in(tmp_path)
     library = next(PACKAGE.glob("_C*.so"))
     (copy / library.name).write_bytes(library.read_bytes()[: library.stat().st_size // 2])
     done = run("info", "--json", cwd=tmp_path, PYTHONPATH=str(tmp_path))
@@ -71,7 +74,7 @@ def test_info_survives_any_probe(monkeypatch, capsys):
         raise RuntimeError("first") from OSError("the\ncause")
 
     for probe in ("_version", "_torch", "_compiler", "_nvcc", "_built", "_cpu_level", "_cuda", "_gpus"):
-        monkeypatch.setattr(cli, probe, broken)
+        monkeypatch.setattr(info, probe, broken)
     assert cli.main(["info"]) == 0
     assert "torch: not available: RuntimeError: first <- OSError: the cause" in capsys.readouterr().out
 
@@ -124,7 +127,7 @@ def test_plot_without_matplotlib_is_one_line(monkeypatch, capsys, tmp_path):
 
 
 def test_bench_without_its_code_is_one_line(monkeypatch, capsys):
-    monkeypatch.setitem(sys.modules, "zero1_cuda.bench", None)
+    monkeypatch.setitem(sys.modules, "zero1_cuda.cli.bench", None)
     assert cli.main(["bench"]) == 1
     assert len(capsys.readouterr().err.splitlines()) == 1
 
@@ -137,10 +140,7 @@ def test_no_command_prints_usage_and_no_traceback():
 
 
 def test_the_sources_say_that_they_are_not_the_installed_package(tmp_path):
-    copy = tmp_path / "zero1_cuda"
-    copy.mkdir()
-    for source in PACKAGE.glob("*.py"):
-        (copy / source.name).symlink_to(source)
+    copy = sources_in(tmp_path)
     (tmp_path / "setup.py").touch()
     code = (  # without what an editable install adds, which would find the library
         "import sys; sys.meta_path[:] = [f for f in sys.meta_path if 'editable' not in repr(f)]; import zero1_cuda.ops"
@@ -155,9 +155,8 @@ def test_the_sources_say_that_they_are_not_the_installed_package(tmp_path):
 
 
 def test_why_the_cuda_library_did_not_load_is_told(tmp_path):
-    copy = tmp_path / "zero1_cuda"
-    copy.mkdir()
-    for source in [*PACKAGE.glob("*.py"), *PACKAGE.glob("_C*.so")]:
+    copy = sources_in(tmp_path)
+    for source in PACKAGE.glob("_C*.so"):
         (copy / source.name).symlink_to(source)
     library = copy / next(PACKAGE.glob("_C*.so")).name.replace("_C", "_cuda", 1)
     library.write_bytes(b"\x7fELF" + bytes(100))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from zero1_cuda import memory
+from zero1_cuda.memory import model as memory
 
 RANKS = (1, 4, 16, 64, 256, 1024)
 

@@ -5,11 +5,12 @@ import struct
 
 import pytest
 import torch
-from ranks import run, weights
+from helpers.ranks import run, weights
 
-from zero1_cuda import Zero1AdamW, memory, planner
-from zero1_cuda import __main__ as cli
-from zero1_cuda.layout import ParamSpec
+from zero1_cuda import Zero1AdamW, cli
+from zero1_cuda.memory import model as memory
+from zero1_cuda.memory import planner
+from zero1_cuda.params.layout import ParamSpec
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 NAMES = {BF16: "BF16", FP16: "F16", FP32: "F32"}
@@ -179,7 +180,7 @@ def test_bad_files_give_one_line(tmp_path, capsys):
 
 def test_a_library_that_does_not_load_is_one_line(monkeypatch, capsys, tmp_path):
     path = safetensors(tmp_path / "m", [(4,)])
-    monkeypatch.setitem(cli.sys.modules, "zero1_cuda.planner", None)
+    monkeypatch.setitem(cli.sys.modules, "zero1_cuda.memory.planner", None)
     code, _, err = planned(capsys, "--shapes", path)
     assert (code, err.count("\n")) == (1, 1)
 

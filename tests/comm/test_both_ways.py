@@ -6,11 +6,11 @@ partition and the gradients. And no way overflows where the mean does not.
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Plain, backward, digest, exact, rounded, run, weights
+from helpers.ranks import Plain, backward, digest, exact, rounded, run, weights
 from torch import nn
 
 from zero1_cuda import Zero1AdamW
-from zero1_cuda.collectives import Ranks
+from zero1_cuda.comm.collectives import Ranks
 
 SHAPES = [(50, 30), (7,), (), (300,), (64, 5), (0,), (1025,)]
 OPTIONS = {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.1}

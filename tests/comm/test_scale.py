@@ -11,7 +11,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import run
+from helpers.ranks import run
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from zero1_cuda import Zero1AdamW

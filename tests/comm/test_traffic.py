@@ -12,7 +12,7 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import backward_of, run, weights
+from helpers.ranks import backward_of, run, weights
 
 from zero1_cuda import Zero1AdamW, ops
 

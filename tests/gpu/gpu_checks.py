@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 Details = dict[str, Any]
@@ -183,7 +183,8 @@ def stream_limit(on_device: OnDevice) -> None:
     """The benchmark's own op, every kind of streams."""
     from shim.checks import assert_same
 
-    from zero1_cuda import bench, ops
+    from zero1_cuda import ops
+    from zero1_cuda.cli import bench
 
     for numel in (1, 129, 4097):
         for dtype, variant in [*((d, v) for d in bench.DTYPES for v in ("plain", "amsgrad")), ("bf16", "split")]:
@@ -279,7 +280,7 @@ def racecheck(device: str) -> Details:
 @check
 def streams(device: str) -> Details:
     """Ops run on the current stream: they see what was written before them there, without waiting for it."""
-    from ops_case import Case, Param
+    from helpers.ops_case import Case, Param
 
     cuda = device == "cuda"
     fresh = torch.randn(100_000, generator=torch.Generator().manual_seed(1))
@@ -306,7 +307,8 @@ def streams(device: str) -> Details:
 @check
 def large(device: str) -> Details:
     """More elements than 32 bits can count."""
-    from zero1_cuda import bench, ops
+    from zero1_cuda import ops
+    from zero1_cuda.cli import bench
 
     n = 2**31 + 8 if device == "cuda" else 2**20 + 8
     needed = bench.memory_needed(n, "bf16", "plain") + 8 * n  # and fp32 random numbers on the way
@@ -421,7 +423,7 @@ def optimizer(device: str) -> Details:
 
 def one_rank_collectives(device: str) -> None:
     """As collectives.py calls them, which leaves them out for one rank: mean, out of place; gather, in place."""
-    from zero1_cuda import collectives
+    from zero1_cuda.comm import collectives
 
     for dtype in DTYPES:
         bucket = torch.randn(1024, device=device).to(dtype)
@@ -597,7 +599,7 @@ def gloo_sends(device: str, rank: int, world: int) -> Details:
 
 @ranked
 def gloo_reduce_scatters(device: str, rank: int, world: int) -> Details:
-    from zero1_cuda import collectives
+    from zero1_cuda.comm import collectives
 
     out = torch.zeros(64, dtype=torch.bfloat16, device=device)
     bucket = torch.full((128,), 2.0 * rank, dtype=torch.bfloat16, device=device)
@@ -685,7 +687,7 @@ def host_time(device: str) -> Details:
 @check
 def benchmark(device: str) -> Details:
     """The table of `python -m zero1_cuda bench`; against torch.compile at the largest size."""
-    from zero1_cuda import bench
+    from zero1_cuda.cli import bench
 
     table: list[str] = []
     if device == "cpu":  # only that it runs

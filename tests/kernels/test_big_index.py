@@ -20,12 +20,12 @@ from typing import Any
 
 import pytest
 import torch
-from ops_case import DTYPES, Case, Param
+from helpers.ops_case import DTYPES, Case, Param
 from shim.host import COMPILE, CSRC, Shim, build
 from torch import Tensor
 
 from zero1_cuda import ops
-from zero1_cuda.layout import Layout, ParamSpec
+from zero1_cuda.params.layout import Layout, ParamSpec
 from zero1_cuda.reference import norm_integer
 
 BIG = 2**31 + 8

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-CSRC = Path(__file__).parent.parent / "csrc"
+CSRC = Path(__file__).parents[2] / "csrc"
 NVCC = shutil.which("nvcc") or shutil.which("/usr/local/cuda/bin/nvcc")
 FLAGS = ["-O3", "-fmad=false", "-std=c++17", f"-I{CSRC / 'include'}"]  # as in setup.py
 ARCHS = ["sm_90", *(pytest.param(arch, marks=pytest.mark.slow) for arch in ("sm_80", "sm_100", "sm_120"))]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ops_case import DTYPES, Case, Param
+from helpers.ops_case import DTYPES, Case, Param
 from shim import checks
 from shim.host import ORDERS, SANITIZE, Shim, build
 

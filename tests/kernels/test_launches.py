@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import ranks
 import torch
-from ops_case import DTYPES, Case, Param
+from helpers import ranks
+from helpers.ops_case import DTYPES, Case, Param
 from shim.host import Shim, build
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -9,7 +9,7 @@ import math
 
 import pytest
 import torch
-from ops_case import DTYPES, Case, Param
+from helpers.ops_case import DTYPES, Case, Param
 from torch import Tensor
 
 from zero1_cuda import ops

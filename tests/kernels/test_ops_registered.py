@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops_case import DTYPES, Case, Param
+from helpers.ops_case import DTYPES, Case, Param
 
 from zero1_cuda import ops
 

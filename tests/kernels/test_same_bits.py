@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from ops_case import DTYPES, Case, Param
+from helpers.ops_case import DTYPES, Case, Param
 from shim.host import Shim, build
 from torch import Tensor
 

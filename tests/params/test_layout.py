@@ -9,9 +9,9 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from zero1_cuda.layout import MIB, Layout, ParamSpec, default_bucket_cap
+from zero1_cuda.checkpoint.dcp_tensors import boxes
 from zero1_cuda.ops import CHUNK
-from zero1_cuda.shard import boxes
+from zero1_cuda.params.layout import MIB, Layout, ParamSpec, default_bucket_cap
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 

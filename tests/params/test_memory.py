@@ -9,7 +9,7 @@ import pathlib
 
 import pytest
 import torch
-from ranks import run, weights
+from helpers.ranks import run, weights
 from torch import nn
 
 from zero1_cuda import Zero1AdamW

@@ -10,7 +10,7 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Plain, backward, backward_of, caught, digest, equal_on_all_ranks, exact, init, run, weights
+from helpers.ranks import Plain, backward, backward_of, caught, digest, equal_on_all_ranks, exact, init, run, weights
 from torch import nn
 from torch.optim import lr_scheduler as schedulers
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn

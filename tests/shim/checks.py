@@ -15,7 +15,7 @@ from torch import Tensor
 if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from ops_case import DTYPES, Case, Param
+from helpers.ops_case import DTYPES, Case, Param
 from shim.host import Shim
 
 from zero1_cuda import ops

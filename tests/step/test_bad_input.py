@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Plain, backward, backward_of, caught, equal_on_all_ranks, exact, run, snapshot, weights
+from helpers.ranks import Plain, backward, backward_of, caught, equal_on_all_ranks, exact, run, snapshot, weights
 from torch import nn
 from torch.amp import GradScaler
 

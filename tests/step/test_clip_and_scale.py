@@ -9,7 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Plain, backward, backward_of, digest, equal_on_all_ranks, exact, run, snapshot, weights
+from helpers.ranks import Plain, backward, backward_of, digest, equal_on_all_ranks, exact, run, snapshot, weights
 from torch import nn
 from torch.amp import GradScaler
 

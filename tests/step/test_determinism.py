@@ -8,8 +8,8 @@ import time
 
 import pytest
 import torch
-from ranks import digest, equal_on_all_ranks, run, snapshot, weights
-from test_checkpoint_dcp import grid
+from helpers.ranks import digest, equal_on_all_ranks, run, snapshot, weights
+from helpers.states import grid
 
 from zero1_cuda import Zero1AdamW
 

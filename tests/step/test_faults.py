@@ -21,14 +21,15 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from ranks import _context, digest, equal_on_all_ranks, run, snapshot
+from helpers.ranks import _context, digest, equal_on_all_ranks, run, snapshot
 from torch import nn
 
-from zero1_cuda import Zero1AdamW, collectives
+from zero1_cuda import Zero1AdamW
+from zero1_cuda.comm import collectives
 
 pytestmark = pytest.mark.slow
 
-ROOT = pathlib.Path(__file__).parents[1]
+ROOT = pathlib.Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "train_gpt.py"
 TIMEOUT = 6  # seconds, of the process group
 STEPS, EVERY, AT = 8, 2, 5  # the fault strikes in the step after which the third checkpoint is made

@@ -12,7 +12,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Plain, backward, backward_of, caught, equal_on_all_ranks, exact, run, weights
+from helpers.ranks import Plain, backward, backward_of, caught, equal_on_all_ranks, exact, run, weights
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel as DDP
 from torch.utils.checkpoint import checkpoint

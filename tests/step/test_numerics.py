@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "bench"))
 
 import numerics  # noqa: E402

@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Plain, backward, backward_of, equal_on_all_ranks, exact, run, weights
+from helpers.ranks import Plain, backward, backward_of, equal_on_all_ranks, exact, run, weights
 from torch import nn
 
 from zero1_cuda import Zero1AdamW

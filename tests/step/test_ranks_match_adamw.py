@@ -9,7 +9,7 @@ import copy
 
 import pytest
 import torch
-from ranks import Plain, backward_of, equal_on_all_ranks, run, weights
+from helpers.ranks import Plain, backward_of, equal_on_all_ranks, run, weights
 from torch import nn
 
 from zero1_cuda import Zero1Adam, Zero1AdamW

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .arguments import check_options
-from .buffers import Arena, view_of
-from .control import Report, raise_together
-from .engine import Engine
-from .shard import MARK_WORDS, FlatShard, StepShard
+from ..config import check_options
+from ..params.buffers import Arena, view_of
+from ..step.agreement import Report, raise_together
+from ..step.runner import Engine
+from .dcp_tensors import MARK_WORDS, FlatShard, StepShard
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")
 HINT = (

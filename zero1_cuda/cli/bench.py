@@ -33,7 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops
+from .. import ops
 
 SIZES = (100_000, 1_000_000, 10_000_000, 2**26, 250_000_000)
 QUICK_SIZES = SIZES[:3]

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from . import ops
-from .layout import Layout, ParamSpec
-from .memory import Footprint, footprint
+from .. import ops
+from ..params.layout import Layout, ParamSpec
+from .model import Footprint, footprint
 
 MAX_HEADER = 100_000_000  # bytes; the limit of the format's own reader
 

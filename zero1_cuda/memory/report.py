@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from . import ops
-from .memory import predicted_bytes
-from .roster import Roster
+from .. import ops
+from ..params.registry import Roster
+from .model import predicted_bytes
 
 KINDS = ("params", "grads", "state", "buffers")
 

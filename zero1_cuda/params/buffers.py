@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from . import ops
+from .. import ops
 from .layout import Layout, ParamSpec, Piece, aligned
 
 JOINED = 2**16  # elements of a master that are converted at a time; temporaries stay small

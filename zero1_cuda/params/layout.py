@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .ops import CHUNK
+from ..ops import CHUNK
 
 MIB = 2**20
 

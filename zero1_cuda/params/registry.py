@@ -16,11 +16,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from . import ops
+from .. import ops
+from ..comm.collectives import Ranks
+from ..config import Settings
 from .buffers import Arena, specs_of
-from .collectives import Ranks
 from .layout import Layout
-from .settings import Settings
 
 _log = logging.getLogger("zero1_cuda")
 

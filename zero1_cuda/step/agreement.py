@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops
-from .collectives import Ranks
+from .. import ops
+from ..comm.collectives import Ranks
 
 SYNCS = "backward passes outside no_sync()"
 

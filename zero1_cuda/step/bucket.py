@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from .buffers import Arena
-from .collectives import Pending
-from .layout import Bucket
+from ..comm.collectives import Pending
+from ..params.buffers import Arena
+from ..params.layout import Bucket
 
 SAMPLES = 64  # elements per bucket that are compared to notice writes that autograd's version counter does not show
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from .engine import Engine
+from .runner import Engine
 
 
 def watch_module(root: torch.nn.Module, engine: Engine) -> None:

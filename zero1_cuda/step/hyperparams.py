@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import ops
+from .. import ops
 
 Row = tuple[float, float, float, float, float, int, int, int]
 

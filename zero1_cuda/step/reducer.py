@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch._compile import _disable_dynamo
 
-from . import ops
-from .bucket_run import BucketRun
-from .buffers import Arena
-from .collectives import Pending, Ranks, Scratch
-from .profile import profiled
-from .roster import Roster
+from .. import ops
+from ..comm.collectives import Pending, Ranks, Scratch
+from ..ops import profiled
+from ..params.buffers import Arena
+from ..params.registry import Roster
+from .bucket import BucketRun
 
 RETRY_STEPS = 32  # for so many steps early reduction is left out where it was in vain
 

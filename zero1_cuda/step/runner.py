@@ -15,15 +15,15 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel as DDP
 
-from . import ops
-from .buffers import Arena
-from .collectives import Ranks
-from .control import Agreement, HostWords, Report, raise_together, words_faulty
-from .group_options import GroupOptions
-from .profile import profiled
+from .. import ops
+from ..comm.collectives import Ranks
+from ..config import Settings
+from ..ops import profiled
+from ..params.buffers import Arena
+from ..params.registry import Faults, Roster
+from .agreement import Agreement, HostWords, Report, raise_together, words_faulty
+from .hyperparams import GroupOptions
 from .reducer import Reducer
-from .roster import Faults, Roster
-from .settings import Settings
 
 
 class Engine:

@@ -1,0 +1,1 @@
+"""State that leaves and enters."""

@@ -1,0 +1,1 @@
+"""Who talks: only this folder calls the collectives of torch.distributed."""

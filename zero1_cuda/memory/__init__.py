@@ -1,0 +1,1 @@
+"""The memory arithmetic, and what is really held."""

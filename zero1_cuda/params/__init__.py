@@ -1,0 +1,1 @@
+"""Where things lie: layout, buffers, state, registry."""
