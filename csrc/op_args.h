@@ -275,7 +275,7 @@ inline StepControlArgs step_control_args(const Tensor& control, int64_t world, c
   a.scaled = scaled;
   a.steps = op.data<int64_t>(steps, "steps", ScalarType::Long, {a.params});
   a.scalars = op.data<AdamScalars>(scalars, "scalars", ScalarType::Float, {a.params, 12});
-  a.skipped = op.data<int64_t>(skipped, "skipped", ScalarType::Long, {2});
+  a.skipped = op.data<int64_t>(skipped, "skipped", ScalarType::Long, {kSkippedWords});
   return a;
 }
 

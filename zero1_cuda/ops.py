@@ -1,7 +1,7 @@
 """Loads the compiled libraries; typed wrappers of the ops `torch.ops.zero1.*`; what the compiler needs to trace them.
 
 The structs behind the tables (rows of `segments`, `scalars`, `groups`, words of `norm` and `control`) are written down
-in csrc/include/zero1/step_args.h; the constants below repeat what Python needs of it.
+in csrc/include/zero1/step_args.h; the constants below are what Python needs of it, as it was compiled.
 """
 
 from __future__ import annotations
@@ -14,42 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-
-CHUNK = 128  # elements; parameters start at multiples of it and slices hold whole ones
-MAX_BUFFERS = 3
-SEGMENT_WORDS = 8  # int64: shard_begin, numel, grad_begin, param_begin, master_begin, max_begin, param, buffer
-SCALAR_WORDS = 12  # float32: struct AdamScalars
-GROUP_WORDS = 8  # float64: struct GroupOptions; the last three are int64 bit patterns
-
-SCALAR_FLAGS = 10  # word of a scalars row that holds, as an int32 bit pattern, the ...
-FLAG_ACTIVE = 1
-FLAG_AMSGRAD = 2
-FLAG_L2 = 4
-
-NORM_WORDS = 16  # int64
-NORM_LIMBS = 10
-NORM_NON_FINITE = 10
-NORM_NAN = 11
-NORM_OVERFLOW = 12
-
-CONTROL_CONDITIONS = 13
-CONTROL_FOUND_INF = 14
-CONTROL_SCALE_DIGEST = 16
-CONTROL_SCALE_DIGEST2 = 17
-CONTROL_TOUCHED = 18
-CONTROL_SYNC_RANKS = 19
-CONTROL_SYNCS = 20
-CONTROL_SYNCS2 = 21
-CONTROL_FACTS = 22
-CONTROL_FACTS2 = 23
-CONTROL_FLAGS = 32  # then one int16 per parameter, four to a word
-
-GROUP_MODE = 5  # word of a groups row that holds, as an int64 bit pattern, the ...
-GROUP_AMSGRAD = 1
-GROUP_MAXIMIZE = 2
-GROUP_DECOUPLED = 4
-GROUP_LR_AT = 6
-GROUP_LR_IS_FP64 = 7
 
 
 def _library(name: str) -> Path:
@@ -75,6 +39,49 @@ except ImportError as error:
             "found from any other folder; pip install --no-build-isolation -e . builds in place"
         ) from error
     raise ImportError(f"zero1_cuda: the compiled library {_library('_C')} could not be loaded: {error}") from error
+
+CHUNK = _C.CHUNK  # elements; parameters start at multiples of it and slices hold whole ones
+MAX_BUFFERS = _C.MAX_BUFFERS
+SEGMENT_WORDS = (
+    _C.SEGMENT_WORDS
+)  # int64: shard_begin, numel, grad_begin, param_begin, master_begin, max_begin, param, buffer
+SCALAR_WORDS = _C.SCALAR_WORDS  # float32: struct AdamScalars
+GROUP_WORDS = _C.GROUP_WORDS  # float64: struct GroupOptions; the last three are int64 bit patterns
+
+SCALAR_FLAGS = _C.SCALAR_FLAGS  # word of a scalars row that holds, as an int32 bit pattern, the ...
+FLAG_ACTIVE = _C.FLAG_ACTIVE
+FLAG_AMSGRAD = _C.FLAG_AMSGRAD
+FLAG_L2 = _C.FLAG_L2
+
+NORM_WORDS = _C.NORM_WORDS  # int64
+NORM_LIMBS = _C.NORM_LIMBS
+NORM_NON_FINITE = _C.NORM_NON_FINITE
+NORM_NAN = _C.NORM_NAN
+NORM_OVERFLOW = _C.NORM_OVERFLOW
+
+CONTROL_CONDITIONS = _C.CONTROL_CONDITIONS
+CONTROL_FOUND_INF = _C.CONTROL_FOUND_INF
+CONTROL_SCALE = _C.CONTROL_SCALE  # a fact: FACT_WORDS words, as are CONTROL_BACKWARDS and CONTROL_FACTS
+CONTROL_MODIFIED = _C.CONTROL_MODIFIED
+CONTROL_IN_BACKWARD = _C.CONTROL_IN_BACKWARD
+CONTROL_IN_CLIP = _C.CONTROL_IN_CLIP
+CONTROL_NON_FINITE_GRADS = _C.CONTROL_NON_FINITE_GRADS
+CONTROL_BACKWARD_RANKS = _C.CONTROL_BACKWARD_RANKS
+CONTROL_BACKWARDS = _C.CONTROL_BACKWARDS
+CONTROL_FACTS = _C.CONTROL_FACTS
+CONTROL_FLAGS = _C.CONTROL_FLAGS  # then one int16 per parameter, four to a word
+
+FACT_WORDS = _C.FACT_WORDS  # the 16-bit halves of a number, low then high, and their squares
+SKIPPED_WORDS = (
+    _C.SKIPPED_WORDS
+)  # int64: how many steps were skipped, whether the last one was, whether any was ever stopped
+
+GROUP_MODE = _C.GROUP_MODE  # word of a groups row that holds, as an int64 bit pattern, the ...
+GROUP_AMSGRAD = _C.GROUP_AMSGRAD
+GROUP_MAXIMIZE = _C.GROUP_MAXIMIZE
+GROUP_DECOUPLED = _C.GROUP_DECOUPLED
+GROUP_LR_AT = _C.GROUP_LR_AT
+GROUP_LR_IS_FP64 = _C.GROUP_LR_IS_FP64
 
 _cuda_error: str | None = None
 if torch.version.cuda is None:
@@ -204,10 +211,10 @@ def sum_slices(
 
 
 def pack_control(norms: Tensor, found_inf: Tensor | None, grad_scale: Tensor | None, control: Tensor) -> None:
-    """control[0:18] = the sum of the rows of `norms`, and this rank's found_inf and grad_scale, for the all-reduce.
+    """control[0:20] = the sum of the rows of `norms`, and this rank's found_inf and grad_scale, for the all-reduce.
 
     Args:
-        norms: int64 [R, 16]; `control`: int64, at least 32 + P / 4 words, of which CONTROL_CONDITIONS is kept.
+        norms: int64 [R, 16]; `control`: int64, at least 36 + P / 4 words, of which CONTROL_CONDITIONS is kept.
         found_inf, grad_scale: one float32 each, or None.
     """
     _need_cuda(control)
@@ -236,11 +243,12 @@ def step_control(
     """From the all-reduced control vector to what `adam_step` needs: skip or not, steps += 1, and each row of scalars.
 
     Args:
-        control: int64, at least 32 + P / 4 words, summed over `world` ranks.
+        control: int64, at least 36 + P / 4 words, summed over `world` ranks, 2^15 at most.
         param_group: int32 [P], rows of `groups`, float64 [G, 8] (struct GroupOptions).
         grad_scale: one float32 or None; `clip`: float32 [2] as `clip_factor` wrote it, or None.
         skip_nonfinite: skip where a gradient is not finite; `scaled`: a loss scaler is at work, so always do.
-        steps: int64 [P]; `scalars`: float32 [P, 12]; `skipped`: int64 [2], how many steps, and whether this one.
+        steps: int64 [P]; `scalars`: float32 [P, 12]; `skipped`: int64 [3], how many steps, whether this one, and
+            whether a step was ever stopped by what the control vector says of the ranks; then nothing else changes.
     """
     _need_cuda(control)
     torch.ops.zero1.step_control(

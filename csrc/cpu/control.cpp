@@ -11,8 +11,7 @@ void clip_factor(const ClipFactorArgs& args) { zero1::clip_factor(args); }
 void step_control(const StepControlArgs& args) {
   const StepDecision decision = decide_step(args);
   for (int64_t p = 0; p < args.params; ++p) control_param(args, decision, p);
-  args.skipped[0] += decision.skipped;
-  args.skipped[1] = decision.skipped;
+  count_step(args, decision);
 }
 
 }  // namespace zero1::cpu

@@ -30,10 +30,7 @@ __global__ void __launch_bounds__(kThreads, 1) step_control_kernel(const __grid_
   const StepDecision decision = decide_step(a);
   const int64_t first = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
   for (int64_t p = first; p < a.params; p += static_cast<int64_t>(gridDim.x) * kThreads) control_param(a, decision, p);
-  if (first == 0) {
-    a.skipped[0] += decision.skipped;
-    a.skipped[1] = decision.skipped;
-  }
+  if (first == 0) count_step(a, decision);
 }
 
 }  // namespace

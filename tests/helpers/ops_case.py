@@ -27,6 +27,12 @@ def offset_empty(numel: int, dtype: torch.dtype, offset: int, device: str) -> Te
     return torch.full((numel + offset,), value, dtype=dtype, device=device)[offset:]
 
 
+def fact(x: int) -> Tensor:
+    """The words by which a number that must be equal on all ranks travels in the control vector."""
+    low, high = x & 0xFFFF, x >> 16
+    return torch.tensor([low, high, low * low, high * high])
+
+
 def chunks(numel: int) -> int:
     return -(-numel // ops.CHUNK)
 
@@ -77,7 +83,7 @@ class Case:
         self.max_exp_avg_sq = empty(maxima) if maxima else None
         self.scalars = torch.zeros(len(rows), ops.SCALAR_WORDS, device=self.device)
         self.steps = torch.zeros(len(rows), dtype=torch.int64, device=self.device)
-        self.skipped = torch.zeros(2, dtype=torch.int64, device=self.device)
+        self.skipped = torch.zeros(ops.SKIPPED_WORDS, dtype=torch.int64, device=self.device)
         self.groups = torch.zeros(1 + max(p.group for p in self.specs), ops.GROUP_WORDS, dtype=torch.float64)
         self.param_group = torch.tensor([p.group for p in self.specs], dtype=torch.int32, device=self.device)
         for i in range(len(rows)):

@@ -2,8 +2,8 @@
 of them give the same bits: all ops of a step, all dtypes, kinds of master and variants, ordinary numbers and any bits.
 
 data/same_bits.json holds digests of every case's inputs and outputs. They were made by running the PTX with an
-interpreter for PTX that is not part of the project; the file says which PTX. Inputs come from integer arithmetic alone,
-so they do not depend on any library's random numbers."""
+interpreter for PTX that is not part of the project; the file says which PTX, and which cases were made otherwise.
+Inputs come from integer arithmetic alone, so they do not depend on any library's random numbers."""
 
 from __future__ import annotations
 
@@ -229,8 +229,9 @@ def control(name: str, op: Any) -> tuple[Items, Items]:
     had = [bool(x) for x in numbers.integers(700, 5)]
     given: Items = [("groups", case.groups.clone()), ("steps", steps)]
     made: Items = []
-    words = [None, ops.CONTROL_CONDITIONS, ops.CONTROL_TOUCHED, ops.NORM_NON_FINITE, ops.CONTROL_FOUND_INF]
-    words += [ops.CONTROL_FACTS, ops.CONTROL_SYNCS, ops.CONTROL_SCALE_DIGEST]
+    words = [None, ops.CONTROL_CONDITIONS, ops.CONTROL_MODIFIED, ops.NORM_NON_FINITE, ops.CONTROL_FOUND_INF]
+    words += [ops.CONTROL_FACTS, ops.CONTROL_BACKWARDS, ops.CONTROL_SCALE]
+    words += [ops.CONTROL_IN_BACKWARD, ops.CONTROL_IN_CLIP, ops.CONTROL_NON_FINITE_GRADS]
     for word, scale, clip, skip in itertools.product(
         words, (None, torch.tensor([65536.0])), (None, torch.tensor([0.3, 9.0])), (False, True)
     ):

@@ -211,17 +211,17 @@ def check_control(shim: Shim) -> None:
         had_grad = (torch.arange(-(-count // 4) * 4) % 5 != 3).to(torch.int16).view(torch.int64)
         param_group = (torch.arange(count) % 8).to(torch.int32)
         for (head, grad_scale), clipped, skip, condition in itertools.product(
-            controls[::5], (None, clip), (False, True), (None, ops.CONTROL_CONDITIONS, ops.CONTROL_TOUCHED)
+            controls[::5], (None, clip), (False, True), (None, ops.CONTROL_CONDITIONS, ops.CONTROL_MODIFIED)
         ):
             control = torch.cat([head, had_grad])
-            control[ops.CONTROL_TOUCHED : ops.CONTROL_FLAGS] = 0
+            control[ops.CONTROL_MODIFIED : ops.CONTROL_FLAGS] = 0
             if condition is not None:
                 control[condition] = 1
             results = []
             for op in (ops.step_control, shim.step_control):
                 steps = torch.arange(count) * 13
                 scalars = torch.zeros(count, ops.SCALAR_WORDS)
-                skipped = torch.tensor([3, 5])
+                skipped = torch.tensor([3, 5, 0])
                 op(
                     control, 1, param_group, groups.groups, grad_scale, clipped, skip, grad_scale is not None,
                     steps, scalars, skipped,

@@ -80,7 +80,7 @@ class Streams:
         groups.view(torch.int64)[0, ops.GROUP_MODE] = mode
         control = torch.zeros(ops.CONTROL_FLAGS + 1, dtype=torch.int64)
         control[ops.CONTROL_FLAGS] = 1  # the parameter had a gradient
-        zeros = [torch.zeros(n, dtype=torch.int64, device=self.device) for n in (1, 2)]
+        zeros = [torch.zeros(n, dtype=torch.int64, device=self.device) for n in (1, ops.SKIPPED_WORDS)]
         group = torch.zeros(1, dtype=torch.int32, device=self.device)
         control, groups = control.to(self.device), groups.to(self.device)
         ops.step_control(control, 1, group, groups, None, None, True, False, zeros[0], self.scalars, zeros[1])

@@ -24,11 +24,11 @@ struct AdamScalars {
   float decay;        // decoupled: 1 - lr * weight_decay; L2: 1
   float l2;           // weight_decay of L2, read only under kL2 (0 * inf would be NaN)
   float beta1;
-  float beta1_rest;  // 1 - beta1, subtracted in double
+  float one_minus_beta1;  // subtracted in double
   float beta2;
-  float beta2_rest;    // 1 - beta2, subtracted in double
-  float step_size;     // lr / (1 - beta1^t)
-  float inv_sqrt_bc2;  // 1 / sqrt(1 - beta2^t)
+  float one_minus_beta2;  // subtracted in double
+  float step_size;        // lr / (1 - beta1^t)
+  float inv_sqrt_bc2;     // 1 / sqrt(1 - beta2^t)
   float eps;
   int32_t flags;  // AdamFlags
   int32_t unused;
@@ -49,8 +49,8 @@ ZERO1_HD inline void adam_element(AdamElement& e, float grad, const AdamScalars&
   if (l2) g = g + s.l2 * p;
   // torch.lerp: from the nearer end, so that beta1 = 0 gives the gradient itself
   const float d = g - e.exp_avg;
-  const float m = s.beta1_rest < 0.5f ? e.exp_avg + d * s.beta1_rest : g - d * s.beta1;
-  const float v = e.exp_avg_sq * s.beta2 + (s.beta2_rest * g) * g;
+  const float m = s.one_minus_beta1 < 0.5f ? e.exp_avg + d * s.one_minus_beta1 : g - d * s.beta1;
+  const float v = e.exp_avg_sq * s.beta2 + (s.one_minus_beta2 * g) * g;
   float var = v;
   if (amsgrad) {
     const float x = e.max_exp_avg_sq;

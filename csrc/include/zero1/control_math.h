@@ -32,6 +32,21 @@ ZERO1_HD inline void clip_factor(const ClipFactorArgs& a) {
   a.clip[1] = static_cast<float>(norm);
 }
 
+// Writes x, at most 2^32, as kFactWords words.
+ZERO1_HD inline void write_fact(int64_t* words, uint64_t x) {
+  const uint64_t low = x & 0xffffu, high = x >> 16;
+  words[0] = static_cast<int64_t>(low);
+  words[1] = static_cast<int64_t>(high);
+  words[2] = static_cast<int64_t>(low * low);
+  words[3] = static_cast<int64_t>(high * high);
+}
+
+// Whether the facts behind a sum over n ranks differ. n * sum(h^2) == (sum h)^2 only if all h are equal
+// (Cauchy-Schwarz), and halves are at most 2^16, so that both sides stay below 2^63 for up to 2^15 ranks.
+ZERO1_HD inline bool facts_differ(int64_t n, const int64_t* words) {
+  return n * words[2] != words[0] * words[0] || n * words[3] != words[1] * words[1];
+}
+
 // Adds `rows` norms and this rank's scaler values into the control vector.
 ZERO1_HD inline void pack_control(const PackControlArgs& a) {
   for (int w = 0; w < kNormWords; ++w) {
@@ -43,32 +58,30 @@ ZERO1_HD inline void pack_control(const PackControlArgs& a) {
   carry_limbs(a.control);
   a.control[kControlFoundInf] = a.found_inf && *a.found_inf != 0.0f;
   const uint64_t scale = a.grad_scale ? static_cast<uint64_t>(float_to_bits(*a.grad_scale)) + 1u : 0u;
-  a.control[kControlScaleDigest] = static_cast<int64_t>(scale);
-  a.control[kControlScaleDigest2] = static_cast<int64_t>(scale * scale);
-}
-
-// Whether the values behind a sum over n ranks differ: n * sum(x^2) == (sum x)^2 only if all are equal (mod 2^64).
-ZERO1_HD inline bool unequal(int64_t n, int64_t sum, int64_t squares) {
-  const uint64_t s = static_cast<uint64_t>(sum);
-  return static_cast<uint64_t>(n) * static_cast<uint64_t>(squares) != s * s;
+  write_fact(a.control + kControlScale, scale);
 }
 
 // Whether this step may change anything, and whether it counts as skipped.
 struct StepDecision {
-  bool stop;     // a condition that the host raises as an error: nothing changes, nothing is counted
-  bool skipped;  // a non-finite gradient: nothing changes but `skipped`
+  bool stop;     // a condition that the host raises as an error: nothing changes but skipped[2]
+  bool skipped;  // a non-finite gradient: nothing changes but skipped[0] and [1]
 };
 
 ZERO1_HD inline StepDecision decide_step(const StepControlArgs& a) {
   const int64_t* c = a.control;
   StepDecision d;
-  d.stop = c[kControlConditions] > 0 || c[kControlTouched] > 0 ||
-           unequal(a.world, c[kControlScaleDigest], c[kControlScaleDigest2]) ||
-           unequal(c[kControlSyncRanks], c[kControlSyncs], c[kControlSyncs2]) ||
-           unequal(a.world, c[kControlFacts], c[kControlFacts2]);
+  d.stop = c[kControlConditions] > 0 || c[kControlModified] > 0 || c[kControlInBackward] > 0 || c[kControlInClip] > 0 ||
+           facts_differ(a.world, c + kControlScale) || facts_differ(c[kControlBackwardRanks], c + kControlBackwards) ||
+           facts_differ(a.world, c + kControlFacts);
   const bool non_finite = c[kNormNonFinite] > 0 && (a.skip_nonfinite || a.scaled);
   d.skipped = !d.stop && (non_finite || c[kControlFoundInf] > 0);
   return d;
+}
+
+ZERO1_HD inline void count_step(const StepControlArgs& a, const StepDecision& d) {
+  a.skipped[0] += d.skipped;
+  a.skipped[1] = d.skipped;
+  a.skipped[2] |= d.stop;  // stays set, so that the host may look at it whenever it likes
 }
 
 // Row p of the scalars, and its step count.
@@ -94,9 +107,9 @@ ZERO1_HD inline void control_param(const StepControlArgs& a, const StepDecision&
   s.decay = static_cast<float>(decoupled ? 1.0 - lr * o.weight_decay : 1.0);
   s.l2 = static_cast<float>(l2 ? o.weight_decay : 0.0);
   s.beta1 = static_cast<float>(o.beta1);
-  s.beta1_rest = static_cast<float>(1.0 - o.beta1);
+  s.one_minus_beta1 = static_cast<float>(1.0 - o.beta1);
   s.beta2 = static_cast<float>(o.beta2);
-  s.beta2_rest = static_cast<float>(1.0 - o.beta2);
+  s.one_minus_beta2 = static_cast<float>(1.0 - o.beta2);
   s.step_size = static_cast<float>(lr / (1.0 - power(o.beta1, t)));
   s.inv_sqrt_bc2 = static_cast<float>(1.0 / sqrt(1.0 - power(o.beta2, t)));
   s.eps = static_cast<float>(o.eps);

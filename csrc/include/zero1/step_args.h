@@ -112,22 +112,27 @@ struct SumSlicesArgs {
   int64_t* norm;  // kNormWords, added to; null: no norm. Padding holds zeros and adds nothing.
 };
 
+// What must be equal on all ranks travels as a fact: a number of up to 32 bits (or 2^32 itself) as its 16-bit halves
+// and their squares, so that the sums over ranks tell whether all were equal (control_math.h).
+constexpr int kFactWords = 4;
+
 // The control vector: int64, summed over ranks by one all-reduce. The first kNormWords are a norm (above); the host
 // writes the words from kControlHost on; then come the had-a-gradient flags, four int16 to a word.
 enum ControlWord {
-  kControlConditions = 13,    // ranks that found something that must stop the step
-  kControlFoundInf = 14,      // ranks whose loss scaler found an infinity
-  kControlScaleDigest = 16,   // grad_scale's bits + 1, or 0 for none
-  kControlScaleDigest2 = 17,  // their square (mod 2^64): world * sum of squares == (sum)^2 only if all are equal
-  kControlHost = 18,          // here begins what the host writes
-  kControlTouched = 18,       // ranks whose gradients changed after they were reduced; reducing them again clears it
-  kControlSyncRanks = 19,     // ranks that made a backward pass outside no_sync(); over those ...
-  kControlSyncs = 20,         // ... their number and
-  kControlSyncs2 = 21,        // its square
-  kControlFacts = 22,         // a digest of what must be equal on all ranks, and
-  kControlFacts2 = 23,        // its square
-  kControlFlags = 32,
+  kControlConditions = 13,      // ranks that found something that must stop the step
+  kControlFoundInf = 14,        // ranks whose loss scaler found an infinity
+  kControlScale = 16,           // a fact: grad_scale's bits + 1, or 0 for none
+  kControlHost = 20,            // here begins what the host writes
+  kControlModified = 20,        // ranks whose gradients changed after they were reduced; reducing them again clears it
+  kControlInBackward = 21,      // ranks whose message comes from the end of a backward
+  kControlInClip = 22,          // ranks that are in clip_grad_norm_
+  kControlNonFiniteGrads = 23,  // ranks that saw a non-finite gradient at the end of a backward
+  kControlBackwardRanks = 24,   // ranks that made a backward pass outside no_sync(); over those ...
+  kControlBackwards = 25,       // ... a fact: their number of such passes
+  kControlFacts = 29,           // a fact: a digest of all else that must be equal
+  kControlFlags = 36,
 };
+constexpr int kSkippedWords = 3;
 
 struct PackControlArgs {
   const int64_t* norms;  // [rows, kNormWords]
@@ -166,7 +171,7 @@ struct StepControlArgs {
   bool scaled;           // a loss scaler is at work: a non-finite gradient always skips
   int64_t* steps;        // [params]
   AdamScalars* scalars;  // [params]
-  int64_t* skipped;      // [2]: steps skipped in all; whether the last one was
+  int64_t* skipped;      // [kSkippedWords]: steps skipped in all; whether the last one was; whether any ever stopped
 };
 
 }  // namespace zero1
