@@ -1,11 +1,7 @@
 // One launcher per op: raw pointers and a stream in, the launch's status out.
 #pragma once
 
-#ifdef ZERO1_HOST_SHIM
-#include "host_shim.h"
-#else
 #include <cuda_runtime_api.h>
-#endif
 
 #include "zero1/step_args.h"
 

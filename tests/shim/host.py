@@ -15,7 +15,8 @@ from torch import Tensor
 TESTS = Path(__file__).parent.parent
 CSRC = TESTS.parent / "csrc"
 COMPILE = ["g++", "-std=c++17", "-O1", "-Wall", "-Wextra", "-Wconversion", "-Werror", "-Wno-unknown-pragmas"]
-COMPILE += ["-ffp-contract=off", "-fPIC", "-shared", "-DZERO1_HOST_SHIM"]
+COMPILE += ["-ffp-contract=off", "-fPIC", "-shared"]
+# the shim's cuda_runtime.h comes first
 COMPILE += [f"-I{folder}" for folder in (TESTS / "shim", CSRC / "cuda", CSRC / "include")]
 SANITIZE = ["-g1", "-fsanitize=address,undefined", "-fno-sanitize-recover=all"]
 

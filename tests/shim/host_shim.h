@@ -1,4 +1,4 @@
-// Runs CUDA kernels on the CPU: just enough of CUDA, as C++, for the sources in csrc/cuda.
+// Runs CUDA kernels on the CPU: just enough of CUDA and its runtime, as C++, for the sources in csrc/cuda.
 //
 // One block runs at a time. Each of its threads is a fiber with a stack of its own; it runs until it waits for its warp
 // or its block, then the next one runs. Blocks and threads go forward, in reverse or shuffled: a result that depends on
@@ -33,14 +33,16 @@
 
 using cudaStream_t = void*;
 enum cudaError_t { cudaSuccess = 0 };
+enum cudaDeviceAttr { cudaDevAttrMultiProcessorCount };
 
 struct alignas(16) uint4 {
   uint32_t x, y, z, w;
 };
-struct Index {
+struct dim3 {
   unsigned x;
+  explicit dim3(unsigned count = 1) : x(count) {}
 };
-inline Index threadIdx, blockIdx, gridDim;
+inline dim3 threadIdx, blockIdx, gridDim;
 
 namespace host_shim {
 
@@ -53,8 +55,6 @@ inline int order = kForward;
 inline int64_t resident = 3;     // blocks that the "device" holds: few, so that grid-stride loops take several turns
 inline int64_t first_block = 0;  // those before it are left out, where only the end of a huge grid is of interest
 inline int64_t launches = 0;
-
-inline int64_t resident_blocks() { return resident; }
 
 [[noreturn]] inline void die(const char* what) {
   std::fprintf(stderr, "host_shim: %s (block %u, thread %u)\n", what, blockIdx.x, threadIdx.x);
@@ -151,8 +151,8 @@ inline void run_block(const std::vector<int>& threads) {
   }
 }
 
-template <class Params, class Args>
-cudaError_t launch(void (*kernel)(Params), int64_t blocks, int threads, const Args& args) {
+template <class Params>
+void launch(void (*kernel)(Params), int64_t blocks, int threads, const Params& args) {
   ++launches;
   if (blocks < 1 || blocks > 0x7fffffff) die("a grid must have 1 to 2^31 - 1 blocks");
   if (block.fibers.size() != static_cast<size_t>(threads)) make_fibers(threads);
@@ -174,7 +174,6 @@ cudaError_t launch(void (*kernel)(Params), int64_t blocks, int threads, const Ar
     if (order == kShuffled) arrange(threads_in_order);
     run_block(threads_in_order);
   }
-  return cudaSuccess;
 }
 
 // All lanes of a warp meet; each leaves a value and sees those of all.
@@ -206,6 +205,31 @@ T* checked(T* p) {
 }
 
 }  // namespace host_shim
+
+// An index for which launch.cuh keeps no answers: tests change `resident` from one launch to the next.
+inline cudaError_t cudaGetDevice(int* device) {
+  *device = 1 << 20;
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr, int) {
+  *value = 1;
+  return cudaSuccess;
+}
+
+template <class Kernel>
+cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int* blocks, Kernel, int, size_t) {
+  *blocks = static_cast<int>(host_shim::resident);
+  return cudaSuccess;
+}
+
+template <class Params>
+cudaError_t cudaLaunchKernel(void (*kernel)(Params), dim3 blocks, dim3 threads, void** args, size_t, cudaStream_t) {
+  host_shim::launch(kernel, blocks.x, static_cast<int>(threads.x), *static_cast<const Params*>(args[0]));
+  return cudaSuccess;
+}
+
+inline cudaError_t cudaGetLastError() { return cudaSuccess; }
 
 inline void __syncthreads() {
   host_shim::Block& block = host_shim::block;

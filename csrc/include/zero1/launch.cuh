@@ -1,11 +1,7 @@
-// Launching a kernel, on a GPU or in the host shim of the tests, which compiles the same sources as C++.
+// Launching a kernel. No <<<>>>, so that the kernels' sources are plain C++ to a compiler that is given the runtime.
 #pragma once
 
-#ifdef ZERO1_HOST_SHIM
-#include "host_shim.h"
-#else
 #include <cuda_runtime.h>
-#endif
 
 #include <algorithm>
 #include <atomic>
@@ -14,21 +10,6 @@
 namespace zero1 {
 
 constexpr int kThreads = 256;
-
-#ifdef ZERO1_HOST_SHIM
-
-template <auto kernel>
-cudaError_t resident_blocks(int64_t* blocks) {
-  *blocks = host_shim::resident_blocks();
-  return cudaSuccess;
-}
-
-template <auto kernel, class Args>
-cudaError_t start(int64_t blocks, const Args& args, cudaStream_t) {
-  return host_shim::launch(kernel, blocks, kThreads, args);
-}
-
-#else
 
 // The blocks of a kernel that the current device can hold at once. Asked once per device: the question is slow next to
 // a launch, and the answer never changes.
@@ -53,25 +34,20 @@ cudaError_t resident_blocks(int64_t* blocks) {
   return cudaSuccess;
 }
 
-template <auto kernel, class Args>
-cudaError_t start(int64_t blocks, const Args& args, cudaStream_t stream) {
-  // clang-format off
-  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args);
-  // clang-format on
-  return cudaGetLastError();
-}
-
-#endif
-
 // Runs a grid-stride kernel over work that fills `blocks` blocks, with no more of them than the device holds at once.
 // No work, no launch: a grid of no blocks would be an error.
 template <auto kernel, class Args>
 cudaError_t launch(int64_t blocks, const Args& args, cudaStream_t stream) {
   if (blocks <= 0) return cudaSuccess;
   int64_t resident = 0;
-  const cudaError_t status = resident_blocks<kernel>(&resident);
-  if (status != cudaSuccess) return status;
-  return start<kernel>(std::min(blocks, resident), args, stream);
+  cudaError_t status = resident_blocks<kernel>(&resident);
+  if (status == cudaSuccess) {
+    const dim3 grid(static_cast<unsigned>(std::min(blocks, resident))), threads(kThreads);
+    void* pointers[] = {const_cast<Args*>(&args)};
+    status = cudaLaunchKernel(kernel, grid, threads, pointers, 0, stream);
+  }
+  if (status != cudaSuccess) (void)cudaGetLastError();  // reported here: nobody should come upon it later
+  return status;
 }
 
 }  // namespace zero1
