@@ -106,7 +106,7 @@ def worker(rank: int, world: int, numel: int, folder: str) -> None:
 
         zero = clock(lambda opt=opt: opt.zero_grad(set_to_none=False))  # type: ignore[misc]
         measured = clock(step) - zero
-        buckets = len(opt._engine.reducer.runs)
+        buckets = len(opt._runner.reducer.buckets)
         parts = predicted(c, numel, buckets, world)
         whole = sum(parts.values())
         steps.append({"buckets": buckets, "measured_s": measured, "predicted_s": whole, "parts_s": parts})

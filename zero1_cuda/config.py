@@ -1,4 +1,4 @@
-"""What group options and parameters may be; errors name the argument, what was wanted and what came."""
+"""What arguments, group options and parameters may be; errors name the argument, what was wanted and what came."""
 
 from __future__ import annotations
 
@@ -65,18 +65,66 @@ def check_apart(params: list[Tensor]) -> None:
             )
 
 
-@dataclass(frozen=True)
-class Settings:
-    """See the arguments of Zero1AdamW."""
+def check_groups(groups: list[dict[str, Any]]) -> None:
+    """All of the above, for all parameter groups of one optimizer."""
+    devices = set()
+    for g, group in enumerate(groups):
+        check_options(group, f"parameter group {g}: ")
+        names = group.get("param_names")
+        for i, p in enumerate(group["params"]):
+            what = f"parameter {names[i]!r}" if names else f"parameter {i} of group {g}, shape {tuple(p.shape)},"
+            check_param(p, what)
+            devices.add(p.device)
+    if len(devices) > 1:
+        raise ValueError(f"all parameters must be on one device; they are on {sorted(map(str, devices))}")
+    check_apart([p for group in groups for p in group["params"]])
 
+
+@dataclass(frozen=True)
+class Config:
+    """The constructor's arguments that are not group options. Making one checks them.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was wanted and what came.
+    """
+
+    #: whether weight decay is apart from the gradient (AdamW), or added to it (Adam); the class decides
     decoupled: bool
-    process_group: dist.ProcessGroup | None
-    replicate_group: dist.ProcessGroup | None
-    max_grad_norm: float | None
-    skip_nonfinite: bool
-    split: bool
-    bucket_cap_bytes: int | None
-    overlap_reduce: bool
-    gather_early: bool
-    reduce_in_fp32: bool | None
+    #: nothing in a step depends on host values; a tensor lr is read on the device
     capturable: bool
+    #: the ranks that share one state; None: all
+    process_group: dist.ProcessGroup | None
+    #: ranks that hold the same shard; gradients are averaged over both groups
+    replicate_group: dist.ProcessGroup | None
+    #: clip the global norm on every step
+    max_grad_norm: float | None
+    #: a step whose averaged, unscaled gradients are not all finite changes nothing, on any rank
+    skip_nonfinite: bool
+    #: "fp32", or "split": a bf16 parameter and a 16-bit remainder are the master
+    master_weights: str
+    #: MiB of gradient per bucket; None: chosen from the number of ranks, dtype and parameter sizes
+    bucket_cap_mb: float | None
+    #: reduce while backward runs; False: in place inside step()
+    overlap_reduce: bool
+    #: a module whose forward waits for each bucket's parameters just before it needs them
+    overlap_gather: torch.nn.Module | None
+    #: send 16-bit gradients and sum them in fp32 in rank order; None: where gloo serves the device
+    reduce_in_fp32: bool | None
+
+    def __post_init__(self) -> None:
+        if self.master_weights not in ("fp32", "split"):
+            raise ValueError(f"master_weights: 'fp32' or 'split' wanted, got {self.master_weights!r}")
+        for name, value in (("max_grad_norm", self.max_grad_norm), ("bucket_cap_mb", self.bucket_cap_mb)):
+            if value is not None and not float(value) > 0.0:
+                raise ValueError(f"{name}: a number above 0 or None wanted, got {value!r}")
+        module = self.overlap_gather
+        if module is not None and not isinstance(module, torch.nn.Module):
+            raise TypeError(f"overlap_gather: a torch.nn.Module or None wanted, got {type(module).__name__}")
+
+    @property
+    def split(self) -> bool:
+        return self.master_weights == "split"
+
+    @property
+    def bucket_cap_bytes(self) -> int | None:
+        return None if self.bucket_cap_mb is None else max(1, int(self.bucket_cap_mb * 2**20))

@@ -10,7 +10,7 @@ from helpers.ranks import Plain, backward, digest, exact, rounded, run, weights
 from torch import nn
 
 from zero1_cuda import Zero1AdamW
-from zero1_cuda.comm.collectives import Ranks
+from zero1_cuda.comm.grid import ProcessGrid
 
 SHAPES = [(50, 30), (7,), (), (300,), (64, 5), (0,), (1025,)]
 OPTIONS = {"lr": 0.01, "eps": 1e-4, "weight_decay": 0.1}
@@ -68,7 +68,7 @@ def test_options_give_the_same_bits(world):
 def as_if_nccl(rank, world):
     """The functions that NCCL gets, on gloo: all_to_all_single, reduce_scatter and all_gather into one tensor."""
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(Ranks, "backend", lambda self, device: "nccl")
+        monkeypatch.setattr(ProcessGrid, "backend", lambda self, device: "nccl")
         calls = []
         for name, function in list(vars(dist).items()):
             if name.startswith(("all_to_all", "reduce_scatter", "all_gather_into", "all_gather_single", "broadcast")):

@@ -50,7 +50,7 @@ def pretended(rank, world, name, ranks):
         p.grad = torch.empty_like(p)
     opt.step()
     opt.step()
-    layouts = [arena.layout for arena in opt._engine.roster.arenas]
+    layouts = [state.layout for state in opt._runner.registry.sets]
     slices = [b.slice_numel * b.dtype.itemsize for layout in layouts for b in layout.buckets]
     return sum(p.numel() for p in params), took, slices, opt.memory_report()
 

@@ -12,7 +12,8 @@ import types
 import pytest
 import torch
 import torch.distributed as dist
-from helpers.ranks import backward_of, run, weights
+from helpers.ranks import backward_of, digest, run, weights
+from torch.utils.checkpoint import checkpoint
 
 from zero1_cuda import Zero1AdamW, ops
 
@@ -151,11 +152,6 @@ def more(rank, world):
         one = params[0].nbytes * (world - 1) // world
         plain(opt, params, rank)
         assert meter.take() == 8 * one
-        for k in range(3):  # three backwards without no_sync: early, and again in the step
-            backward_of(params, rank, k)
-        opt.step()
-        opt.zero_grad()
-        assert meter.take() == 12 * one
         backward_of(params, rank, 0)
         params[2].grad.mul_(2.0)
         opt.step()
@@ -163,20 +159,72 @@ def more(rank, world):
         opt.zero_grad()
         opt.step()  # no gradient anywhere
         assert meter.take() <= 8 * one
+        backward_of(params, rank, 0)
+        params[2].grad.mul_(2.0)  # this bucket waits for the step now, ...
+        opt.step()
+        opt.zero_grad()
+        assert meter.take() == 8 * one
+        for k in range(3):  # ... the others do not: three backwards without no_sync are early, and again in the step
+            backward_of(params, rank, k)
+        opt.step()
+        opt.zero_grad()
+        assert meter.take() == 11 * one
         sent = []
-        for _ in range(5):  # all gradients change before every step: early reduction is given up
+        for _ in range(40):  # all gradients change before every step: early reduction is tried every 32 steps
             backward_of(params, rank, 0)
             for p in params:
                 p.grad.mul_(0.5)
             opt.step()
             opt.zero_grad()
-            sent.append(meter.take())
-        assert sent[0] == 12 * one
-        assert sent[-1] == 8 * one
+            sent.append(meter.take() // one)
+        assert sorted(sent) == [8] * 38 + [9, 11]
+        assert sent.index(9) == 32 - 3
+        assert sent.index(11) == 32
 
 
 def test_reducing_again_is_by_bucket():
     run(2, more)
+
+
+class Blocks(torch.nn.Module):
+    """Blocks under activation checkpoints, re-entrant ones or not."""
+
+    def __init__(self, reentrant):
+        super().__init__()
+        self.blocks = torch.nn.ModuleList(torch.nn.Linear(64, 64) for _ in range(4))
+        self.reentrant = reentrant
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = checkpoint(lambda x, block=block: torch.tanh(block(x)), x, use_reentrant=self.reentrant)
+        return x.square().mean()
+
+
+def checkpointed(rank, world, reentrant, accumulate):
+    """Bytes of each of some steps."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        torch.manual_seed(0)
+        model = Blocks(reentrant)
+        opt = Zero1AdamW(model.parameters(), bucket_cap_mb=0.001)
+        meter, sent = Meter(monkeypatch), []
+        for k in range(5):
+            for _ in range(accumulate):
+                model(
+                    torch.randn(
+                        8, 64, generator=torch.Generator().manual_seed(10 * k + rank), requires_grad=True
+                    ).clone()
+                ).backward()
+            opt.step()
+            opt.zero_grad()
+            sent.append(meter.take())
+        return sent, digest(model.parameters())
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_reentrant_checkpoints_send_no_more(accumulate):
+    want = run(2, checkpointed, False, accumulate)
+    assert want[0][0][-1] > 0
+    assert run(2, checkpointed, True, accumulate) == want
 
 
 # -- the machine's counters -------------------------------------------------------------------------------------------

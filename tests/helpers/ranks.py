@@ -50,10 +50,19 @@ def _tell(error: BaseException) -> str:
     return "".join(lines)
 
 
-def _child(pipe: Any, rank: int, world: int, path: str, group: bool, fn: Callable[..., Any], args: Any) -> None:
+deferred = False  # whether ranks that are started now go the way of CUDA: the host reads no agreement in the same step
+
+
+def _child(
+    pipe: Any, rank: int, world: int, path: str, group: bool, later: bool, fn: Callable[..., Any], args: Any
+) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     try:
+        if later:
+            from zero1_cuda.step.runner import StepRunner
+
+            StepRunner.reads_on_host = False  # type: ignore[method-assign,assignment]
         if group:
             init(rank, world, path)
         answer = (True, fn(rank, world, *args))
@@ -75,7 +84,7 @@ def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60, gro
         pipes, processes = [], []
         for rank in range(world):
             pipe, theirs = _context.Pipe()
-            given = (theirs, rank, world, os.path.join(folder, "rendezvous"), group, fn, args)
+            given = (theirs, rank, world, os.path.join(folder, "rendezvous"), group, deferred, fn, args)
             process = _context.Process(target=_child, args=given, daemon=True)
             process.start()
             theirs.close()

@@ -161,7 +161,7 @@ def counted(rank: int, world: int, params: int, groups: int, options: dict[str, 
             torch.autograd.backward(everything, [torch.full_like(p, step + 1.0) for p in everything])
         with Calls() as calls:
             opt.step()
-    return dict(backward.ours), dict(calls.ours), sum(calls.others.values()), len(opt._engine.reducer.runs)
+    return dict(backward.ours), dict(calls.ours), sum(calls.others.values()), len(opt._runner.reducer.buckets)
 
 
 @pytest.mark.parametrize("overlap", [True, False])

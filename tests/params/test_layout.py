@@ -1,6 +1,6 @@
 """For any shapes, dtypes, number of ranks and bucket size: every element is owned exactly once, slices are equal and
-hold whole chunks, a bucket has one dtype and its parameters in reverse order, the chunk table says what the pieces say,
-and padding stays small. Boxes tile a range of a tensor, and are few."""
+hold whole chunks, a bucket has one dtype and its parameters in reverse order, the chunk table says what the segments
+say, and padding stays small. Boxes tile a range of a tensor, and are few."""
 
 import math
 
@@ -29,20 +29,20 @@ def test_every_element_is_owned_once(layout):
     owned = [[] for _ in layout.specs]
     for rank in range(layout.world_size):
         at = 0
-        for piece in layout.pieces(rank):
-            bucket = layout.buckets[piece.bucket]
-            owned[piece.param].append((piece.lo, piece.hi))
-            assert piece.param in bucket.params
+        for segment in layout.segments(rank):
+            bucket = layout.buckets[segment.bucket]
+            owned[segment.param].append((segment.lo, segment.hi))
+            assert segment.param in bucket.params
             # one place, said in four ways
-            inside = piece.shard_begin - bucket.shard_begin
-            assert 0 <= inside <= inside + piece.hi - piece.lo <= bucket.slice_numel
-            assert piece.slice_begin == bucket.slice_begin + inside
-            assert piece.flat_begin == bucket.begin + rank * bucket.slice_numel + inside
-            assert piece.flat_begin == layout.begin_of[piece.param] + piece.lo
+            inside = segment.shard_begin - bucket.shard_begin
+            assert 0 <= inside <= inside + segment.hi - segment.lo <= bucket.slice_numel
+            assert segment.slice_begin == bucket.slice_begin + inside
+            assert segment.flat_begin == bucket.begin + rank * bucket.slice_numel + inside
+            assert segment.flat_begin == layout.begin_of[segment.param] + segment.lo
             # whole chunks, in order, none shared
-            assert piece.lo % CHUNK == piece.shard_begin % CHUNK == piece.flat_begin % CHUNK == 0
-            assert piece.shard_begin >= at
-            at = piece.shard_begin + -(-(piece.hi - piece.lo) // CHUNK) * CHUNK
+            assert segment.lo % CHUNK == segment.shard_begin % CHUNK == segment.flat_begin % CHUNK == 0
+            assert segment.shard_begin >= at
+            at = segment.shard_begin + -(-(segment.hi - segment.lo) // CHUNK) * CHUNK
         assert at <= layout.shard_numel
     for spec, ranges in zip(layout.specs, owned, strict=True):
         edges = [0]
@@ -90,15 +90,15 @@ def test_buckets(specs, world, cap):
 
 
 @given(few_ranks)
-def test_chunk_table_says_what_the_pieces_say(layout):
+def test_chunk_table_says_what_the_segments_say(layout):
     for rank in range(layout.world_size):
-        pieces = list(layout.pieces(rank))
+        segments = list(layout.segments(rank))
         want = [-1] * (layout.shard_numel // CHUNK)
-        for s, piece in enumerate(pieces):
-            for at in range(piece.shard_begin, piece.shard_begin + piece.hi - piece.lo, CHUNK):
+        for s, segment in enumerate(segments):
+            for at in range(segment.shard_begin, segment.shard_begin + segment.hi - segment.lo, CHUNK):
                 assert want[at // CHUNK] == -1
                 want[at // CHUNK] = s
-        table = layout.chunk_segments(pieces)
+        table = layout.chunk_segments(segments)
         assert table.dtype == torch.int32
         assert table.tolist() == want
 

@@ -648,7 +648,7 @@ def an_optimizer_can_be_thrown_away(rank, world):
     """Its hooks do not keep it; the parameters go on without it, or with another one."""
     params, plain, opt = pair()
     both(rank, 0, (params, opt), (plain.params, plain))
-    gone = weakref.ref(opt._engine)
+    gone = weakref.ref(opt._runner)
     del opt
     import gc
 

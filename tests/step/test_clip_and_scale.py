@@ -41,7 +41,7 @@ def clipped(rank, world, dtype, how, options):
         before = [p.grad.clone() for p in params]
         if how == "clip_grad_norm_":
             norm = opt.clip_grad_norm_(max_norm)
-            if opt._engine.settings.overlap_reduce:
+            if opt._runner.config.overlap_reduce:
                 assert same([p.grad for p in params], before)  # the kernel applies it
             assert norm.shape == ()
             assert float(opt.grad_norm) == float(norm)
@@ -265,7 +265,7 @@ def scaled(rank, world, dtype, scaler, options, unscale=False, max_norm=None, mi
             backward(plain.params, grads)
         if unscale:
             scaler.unscale_(opt)
-            if opt._engine.settings.overlap_reduce:
+            if opt._runner.config.overlap_reduce:
                 for p, q in zip(params, plain.params, strict=True):
                     torch.testing.assert_close(p.grad.float(), q.grad, rtol=0.0, atol=0.0)
             if max_norm is not None:

@@ -25,7 +25,7 @@ from helpers.ranks import _context, digest, equal_on_all_ranks, run, snapshot
 from torch import nn
 
 from zero1_cuda import Zero1AdamW
-from zero1_cuda.comm import collectives
+from zero1_cuda.step import bucket
 
 pytestmark = pytest.mark.slow
 
@@ -82,7 +82,7 @@ def raise_in_forward(*_):
 FAULTS = {
     "killed in backward": lambda m, _: m[0].weight.register_hook(lambda g: die()),
     "terminated in backward": lambda m, _: m[0].weight.register_hook(lambda g: die(signal.SIGTERM)),
-    "killed in the step": lambda m, _: replace(collectives.Ranks, "start_gather", lambda *_: die()),
+    "killed in the step": lambda m, _: replace(bucket, "start_gather", lambda *_: die()),
     "killed in save": lambda m, _: replace(os, "fsync", lambda *_: die()),
     "killed before the metadata": lambda m, _: replace(pathlib.Path, "rename", lambda *_: die()),  # DCP renames it
     "killed before the rename": lambda m, _: replace(pathlib.Path, "rename", die_at_a_folder),

@@ -326,7 +326,7 @@ def play(rank, world, name, options, dtype):
     plain.check(opt, params)
     for p, q in zip(params, plain.params, strict=True):
         assert (p.grad is None) == (q.grad is None)
-        if p.grad is not None and opt._engine.settings.overlap_reduce:
+        if p.grad is not None and opt._runner.config.overlap_reduce:
             assert torch.equal(p.grad.float(), q.grad)
 
 

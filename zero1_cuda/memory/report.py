@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..params.registry import Roster
+from ..step.runner import StepRunner
 from .model import predicted_bytes
 
 KINDS = ("params", "grads", "state", "buffers")
@@ -22,35 +22,38 @@ def address_bytes(tensors: list[Tensor]) -> int:
     return total
 
 
-def memory_report(roster: Roster, tables: list[Tensor]) -> dict[str, int]:
-    """Bytes by kind; tables: what the engine holds besides. Before the first step, sizes as they will be."""
+def memory_report(runner: StepRunner) -> dict[str, int]:
+    """Bytes by kind. Before the first step, sizes as they will be."""
+    registry, config, grid = runner.registry, runner.config, runner.grid
     real: dict[str, list[Tensor]] = {kind: [] for kind in KINDS}
     report = dict.fromkeys(KINDS, 0)
     padding = 0
-    arenas = [*roster.arenas, *([roster.plan()] if roster.pending else [])]
-    for arena in arenas:
-        for kind, tensors in arena.tensors().items():
-            if arena.device.type == "meta":
+    sets = [*registry.sets, *([registry.plan()] if registry.pending else [])]
+    for state in sets:
+        for kind, tensors in state.tensors().items():
+            if state.device.type == "meta":
                 report[kind] += sum(t.nbytes for t in tensors)
             else:
                 real[kind] += tensors
-        if not arena.has_state:
-            report["state"] += arena.planned_state_bytes()
-        padding += arena.padding_bytes()
-    real["buffers"] += tables
-    if roster.pending:  # rows that the tables will get: steps, scalars, group; norms; options
-        report["buffers"] += len(roster.pending) * (8 + 4 * ops.SCALAR_WORDS + 4)
-        report["buffers"] += (len(arenas[-1].layout.buckets) + 1) * 8 * ops.NORM_WORDS
-        report["buffers"] += 0 if roster.arenas else len(roster.groups) * 8 * ops.GROUP_WORDS
+        if not state.has_state:
+            report["state"] += state.planned_bytes()
+        padding += state.padding_bytes()
+    real["buffers"] += runner.tables()
+    if registry.pending:  # rows that the tables will get: steps, scalars, group; norms; options
+        layout = sets[-1].layout
+        report["buffers"] += len(registry.pending) * (8 + 4 * ops.SCALAR_WORDS + 4)
+        report["buffers"] += (len(layout.buckets) + 1) * 8 * ops.NORM_WORDS
+        report["buffers"] += 0 if registry.sets else len(registry.groups) * 8 * ops.GROUP_WORDS
     for kind, tensors in real.items():
         report[kind] += address_bytes(tensors)
     report["total"] = sum(report.values())
     report["padding"] = padding
     numel: dict[torch.dtype, int] = {}
-    for arena in arenas:
-        for spec in arena.layout.specs:
+    for state in sets:
+        layout = state.layout
+        for spec in layout.specs:
             numel[spec.dtype] = numel.get(spec.dtype, 0) + spec.numel
-    split = {d: roster.settings.split and d == torch.bfloat16 for d in numel}
-    world = roster.ranks.world_size
+    split = {d: config.split and d == torch.bfloat16 for d in numel}
+    world = grid.world_size
     report["predicted"] = sum(predicted_bytes(n, world, d.itemsize, split[d]) for d, n in numel.items())
     return report

@@ -42,7 +42,7 @@ class Bucket:
 
 
 @dataclass(frozen=True)
-class Piece:
+class Segment:
     """This rank's part of one parameter: its elements [lo, hi), in memory order."""
 
     param: int
@@ -121,7 +121,7 @@ class Layout:
             self.shard_numel += slice_numel
         self.buckets = tuple(buckets)
 
-    def pieces(self, rank: int) -> Iterator[Piece]:
+    def segments(self, rank: int) -> Iterator[Segment]:
         """The parts of parameters that rank `rank` owns, in shard order; parameters it owns nothing of are left out."""
         for b in self.buckets:
             left, right = rank * b.slice_numel, (rank + 1) * b.slice_numel
@@ -129,17 +129,17 @@ class Layout:
                 lo, hi = max(left, at), min(right, at + self.specs[i].numel)
                 if lo < hi:
                     inside = lo - left
-                    yield Piece(
+                    yield Segment(
                         i, b.index, lo - at, hi - at, b.shard_begin + inside, b.slice_begin + inside, b.begin + lo
                     )
 
-    def chunk_segments(self, pieces: Sequence[Piece]) -> torch.Tensor:
-        """int32 [shard chunks]: the index of the piece that each chunk of the shard belongs to, -1 for padding."""
+    def chunk_segments(self, segments: Sequence[Segment]) -> torch.Tensor:
+        """int32 [shard chunks]: the index of the segment that each chunk of the shard belongs to, -1 for padding."""
         ids, counts, at = [], [], 0
-        for s, piece in enumerate(pieces):
-            chunk = piece.shard_begin // CHUNK
+        for s, segment in enumerate(segments):
+            chunk = segment.shard_begin // CHUNK
             ids += [-1, s]
-            counts += [chunk - at, aligned(piece.hi - piece.lo, CHUNK) // CHUNK]
+            counts += [chunk - at, aligned(segment.hi - segment.lo, CHUNK) // CHUNK]
             at = chunk + counts[-1]
         ids.append(-1)
         counts.append(self.shard_numel // CHUNK - at)

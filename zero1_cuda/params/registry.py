@@ -1,7 +1,8 @@
 """Which parameters there are, where they lie, and what others have done to them since the last step.
 
 Clients move a model after the optimizer was made, load weights into it, freeze and unfreeze layers, add groups, and
-make the process group late. The roster notices, and follows or reports it.
+make the process group late. The registry notices, and follows or reports it. What has come is returned: whoever asked
+tells the others.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import logging
 import struct
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -17,10 +18,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .. import ops
-from ..comm.collectives import Ranks
-from ..config import Settings
-from .buffers import Arena, specs_of
-from .layout import Layout
+from ..comm.grid import ProcessGrid
+from ..config import Config
+from .buffers import FlatBuffers
+from .layout import Layout, ParamSpec
+from .state import ShardState
 
 _log = logging.getLogger("zero1_cuda")
 
@@ -41,23 +43,20 @@ def weights_digest(params: Iterable[Tensor]) -> int:
     return total
 
 
-class Roster:
-    """The parameters of one optimizer."""
+class ParamRegistry:
+    """The parameters of one optimizer, in sets that are laid out together."""
 
-    def __init__(self, groups: list[dict[str, Any]], settings: Settings, ranks: Ranks) -> None:
-        self.groups, self.settings, self.ranks = groups, settings, ranks
+    def __init__(self, groups: list[dict[str, Any]], config: Config, grid: ProcessGrid) -> None:
+        self.groups, self.config, self.grid = groups, config, grid
         self.names: dict[Tensor, str] = {}
-        self.arenas: list[Arena] = []
+        self.sets: list[ShardState] = []
         self.pending: list[torch.nn.Parameter] = []  # trainable, not laid out yet
         self.frozen: list[torch.nn.Parameter] = []  # never been trainable
-        self.params: list[torch.nn.Parameter] = []  # laid out, in the order of the arenas
-        self.places: dict[Tensor, tuple[Arena, int]] = {}
-        self.first_versions: dict[Tensor, int] = {}  # of pending ones
-        self.versions: list[int] = []  # what p._version was when the weights were last taken up
-        self.moved: set[int] = set()  # parameters given other storage since then
-        self.changed: Callable[[], None] = lambda: None  # called when arenas come or move
-        self.adopted: Callable[[Ranks], None] = lambda ranks: None  # called when a late process group is taken
-        self.watch: Callable[[torch.nn.Parameter], None] = lambda p: None  # called for every trainable parameter
+        self.params: list[torch.nn.Parameter] = []  # laid out, in the order of the sets
+        self.places: dict[Tensor, tuple[ShardState, int]] = {}
+        self._first_versions: dict[Tensor, int] = {}  # of pending ones
+        self._versions: list[int] = []  # what p._version was when the weights were last taken up
+        self._moved: set[int] = set()  # parameters given other storage since then
 
     def name_of(self, p: Tensor) -> str:
         """How messages call a parameter: by name where names were given, else by group, index and shape."""
@@ -69,6 +68,9 @@ class Roster:
                     return f"{i} of group {g}, shape {tuple(p.shape)}"
         return f"of shape {tuple(p.shape)}"
 
+    def names_of(self, numbers: Iterable[int]) -> list[str]:
+        return [self.name_of(self.params[k]) for k in numbers]
+
     def numbered(self) -> list[torch.nn.Parameter]:
         """All parameters in the order of torch's state_dict keys."""
         return [p for group in self.groups for p in group["params"]]
@@ -76,155 +78,184 @@ class Roster:
     @property
     def device(self) -> torch.device:
         """Where the buffers are, or will be."""
-        if self.arenas:
-            return self.arenas[0].device
+        if self.sets:
+            return self.sets[0].device
         return next((p.device for p in self.pending), torch.device("cpu"))
 
     # -- laying out ------------------------------------------------------------------------------------------------
 
-    def register(self, group: dict[str, Any]) -> None:
-        """Takes a group's trainable parameters in; they are laid out at first use."""
+    def register(self, group: dict[str, Any]) -> list[torch.nn.Parameter]:
+        """Takes a group in; its trainable parameters, which are returned, are laid out at first use."""
         self.names.update(zip(group["params"], group.get("param_names") or (), strict=False))
-        self._take([p for p in group["params"] if p.requires_grad])
         self.frozen += [p for p in group["params"] if not p.requires_grad]
+        return self._take([p for p in group["params"] if p.requires_grad])
 
-    def _take(self, params: list[torch.nn.Parameter]) -> None:
-        for p in params:
-            self.watch(p)
-            self.first_versions[p] = p._version
+    def _take(self, params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        self._first_versions.update((p, p._version) for p in params)
         self.pending += params
+        return params
 
-    def build(self) -> None:
-        """Lays out what is pending. Makes no collective, but for a late process group."""
+    def build(self) -> bool:
+        """Lays out what is pending, and makes no collective; whether there was any."""
         if not self.pending:
-            return
-        self.adopt_group()
-        devices = {p.device for p in self.pending} | {arena.device for arena in self.arenas}
+            return False
+        devices = {p.device for p in self.pending} | {state.device for state in self.sets}
         if len(devices) > 1:
             raise RuntimeError(f"all parameters must be on one device; they are on {sorted(map(str, devices))}")
         params, self.pending = self.pending, []
-        arena = self._arena(params, params)
-        self.arenas.append(arena)
+        state = self._lay_out(params, params)
+        self.sets.append(state)
         self.params += params
-        self.places.update((p, (arena, k)) for k, p in enumerate(params))
-        self.versions += [self.first_versions.pop(p) for p in params]
-        self.changed()
+        self.places.update((p, (state, k)) for k, p in enumerate(params))
+        self._versions += [self._first_versions.pop(p) for p in params]
+        layout, grid = state.layout, self.grid
         _log.info(
             "rank %d of %d (x %d): %d parameters, %d elements on %s, %d buckets, %d bytes of state here, %s kernels",
-            self.ranks.rank,
-            self.ranks.world_size,
-            self.ranks.replicas,
+            grid.rank,
+            grid.world_size,
+            grid.replicas,
             len(params),
-            sum(s.numel for s in arena.layout.specs),
-            arena.device,
-            len(arena.layout.buckets),
-            arena.planned_state_bytes(),
-            ops.cpu_level() if arena.device.type == "cpu" else arena.device.type,
+            sum(s.numel for s in layout.specs),
+            state.device,
+            len(layout.buckets),
+            state.planned_bytes(),
+            ops.cpu_level() if state.device.type == "cpu" else state.device.type,
+        )
+        return True
+
+    def plan(self) -> ShardState:
+        """The set that `build` would make of what is pending, without memory."""
+        return self._lay_out(
+            [torch.nn.Parameter(torch.empty_like(p, device="meta")) for p in self.pending], self.pending
         )
 
-    def plan(self) -> Arena:
-        """The arena that `build` would make of what is pending, without memory."""
-        return self._arena([torch.nn.Parameter(torch.empty_like(p, device="meta")) for p in self.pending], self.pending)
-
-    def _arena(self, params: list[torch.nn.Parameter], owners: list[torch.nn.Parameter]) -> Arena:
-        s, ranks = self.settings, self.ranks
-        layout = Layout(specs_of(params), ranks.world_size, s.bucket_cap_bytes)
-        apart = s.overlap_reduce and not ranks.alone
-        return Arena(params, layout, ranks.rank, len(self.params), apart, s.split, self.wants_amsgrad(owners))
+    def _lay_out(self, params: list[torch.nn.Parameter], owners: list[torch.nn.Parameter]) -> ShardState:
+        config, grid = self.config, self.grid
+        specs = [ParamSpec(p.numel(), p.dtype) for p in params]
+        layout = Layout(specs, grid.world_size, config.bucket_cap_bytes)
+        buffers = FlatBuffers(params, layout, grid.rank, config.overlap_reduce and not grid.is_single)
+        return ShardState(buffers, len(self.params), config.split, self.wants_amsgrad(owners))
 
     def wants_amsgrad(self, params: list[torch.nn.Parameter]) -> list[bool]:
         """Per parameter, whether its group asks for amsgrad."""
         group_of = {p: group for group in self.groups for p in group["params"]}
         return [bool(group_of[p].get("amsgrad", False)) for p in params]
 
-    def thawed(self) -> list[torch.nn.Parameter]:
+    def group_numbers(self) -> list[int]:
+        """The number of the group of every parameter that is laid out."""
+        group_of = {p: g for g, group in enumerate(self.groups) for p in group["params"]}
+        return [group_of[p] for p in self.params]
+
+    def newly_trainable(self) -> list[torch.nn.Parameter]:
         """Parameters that were frozen when they came and are trainable now."""
         return [p for p in self.frozen if p.requires_grad]
 
-    def lay_out(self, params: list[torch.nn.Parameter]) -> None:
-        """Takes thawed parameters in and lays them out."""
+    def add_trainable(self, params: list[torch.nn.Parameter]) -> list[torch.nn.Parameter]:
+        """Takes newly trainable parameters in; they are laid out next."""
         self.frozen = [p for p in self.frozen if not p.requires_grad]
-        self._take(params)
-        self.build()
+        return self._take(params)
 
-    def adopt_group(self) -> None:
-        """Takes a default process group that was made after the optimizer. Collective where there is one to take."""
-        if self.ranks.initialized or not (dist.is_available() and dist.is_initialized()):
-            return
-        ranks = Ranks(self.settings.process_group, self.settings.replicate_group)
-        if self.arenas and not ranks.alone:
+    def ensure_state(self, create: bool) -> bool:
+        """Maxima where a group has turned amsgrad on; create: state for the sets that have none. Whether any came."""
+        fresh = False
+        amsgrad = any(group.get("amsgrad") for group in self.groups)
+        for state in self.sets:
+            if amsgrad:
+                wanted = self.wants_amsgrad(state.params)
+                if any(w and not a for w, a in zip(wanted, state.amsgrad, strict=True)):
+                    state.set_amsgrad(wanted)
+                    fresh = True
+            if create and not state.has_state:
+                state.make_state()
+                fresh = True
+        return fresh
+
+    def adopt_group(self) -> bool:
+        """Takes a default process group that was made after the optimizer; whether there was one. Collective then."""
+        if self.grid.initialized or not (dist.is_available() and dist.is_initialized()):
+            return False
+        grid = ProcessGrid(self.config.process_group, self.config.replicate_group)
+        if self.sets and not grid.is_single:
             raise RuntimeError(
                 "torch.distributed was initialised after this optimizer had been used as a single rank; "
                 "make the process group first, or make the optimizer anew"
             )
-        self.ranks = ranks
-        self.adopted(ranks)
-        if ranks.alone:
-            return
-        params = self.numbered()
-        shapes = zlib.crc32(repr([(tuple(p.shape), str(p.dtype), p.requires_grad) for p in params]).encode())
-        rows = ranks.gather_integers([shapes, weights_digest(params)])
-        for what, column in (("parameters", 0), ("weights", 1)):
-            if len({row[column] for row in rows}) > 1:
-                raise ValueError(
-                    f"the process group was made after the optimizer, and the {what} differ between ranks; make "
-                    "the group first (then rank 0's weights are sent to all), or load the same weights everywhere"
-                )
+        self.grid = grid
+        if not grid.is_single:
+            params = self.numbered()
+            shapes = zlib.crc32(repr([(tuple(p.shape), str(p.dtype), p.requires_grad) for p in params]).encode())
+            rows = grid.gather_integers([shapes, weights_digest(params)])
+            for what, column in (("parameters", 0), ("weights", 1)):
+                if len({row[column] for row in rows}) > 1:
+                    raise ValueError(
+                        f"the process group was made after the optimizer, and the {what} differ between ranks; make "
+                        "the group first (then rank 0's weights are sent to all), or load the same weights everywhere"
+                    )
+        return True
 
     # -- what others did -------------------------------------------------------------------------------------------
 
-    def follow(self, faults: Faults) -> list[int]:
-        """Takes moved parameters back into the buffers, reports cast ones; -> numbers of those that may be edited."""
-        for a, arena in enumerate(self.arenas):
-            at, first = arena.param_at, arena.first
-            if [p.data_ptr() for p in arena.params] == at:
+    def track_moves(self) -> tuple[Faults, bool]:
+        """Notices parameters that were given other storage; what is wrong with them, and whether buffers moved along.
+
+        A set whose parameters all went to another device follows at once, since all that is agreed on next needs one
+        device. What moved within the device is only noted: it comes back into the buffers when the edit is taken up.
+        """
+        faults: Faults = []
+        followed = False
+        for i, state in enumerate(self.sets):
+            buffers = state.buffers
+            moved = buffers.moved()
+            if not moved:
                 continue
-            moved = [k for k, p in enumerate(arena.params) if p.data_ptr() != at[k]]
-            fitting = [k for k in moved if not self._misfit(arena, k, faults)]
-            devices = {p.device for p in arena.params}
-            if devices == {arena.device}:
-                for k in fitting:
-                    arena.adopt_param(k, arena.params[k])
-            elif len(devices) > 1:
+            texts = {k: buffers.misfit(k) for k in moved}
+            names = {k: self.name_of(state.params[k]) for k, text in texts.items() if text}
+            faults += [(RuntimeError, f"parameter {name} {texts[k]}") for k, name in names.items()]
+            devices = {p.device for p in state.params}
+            if len(devices) > 1:
                 faults.append((RuntimeError, f"parameters were moved to several devices: {sorted(map(str, devices))}"))
                 continue
-            elif len(fitting) == len(moved):
-                self._move(a)
-            self.moved.update(first + k for k in fitting)
+            if devices != {state.device} and not names:
+                self.sets[i] = new = state.moved_to_params()
+                self.places.update((p, (new, k)) for k, p in enumerate(new.params))
+                followed = True
+            self._moved.update(state.first + k for k in moved if k not in names)
+        return faults, followed
+
+    def edited(self) -> list[int]:
+        """Numbers of the parameters whose weights others may have changed."""
         versions = [p._version for p in self.params]
-        if versions == self.versions and not self.moved:
+        if versions == self._versions and not self._moved:
             return []
-        edited = {k for k, (now, seen) in enumerate(zip(versions, self.versions, strict=True)) if now != seen}
-        return sorted(self.moved | edited)
+        changed = {k for k, (now, seen) in enumerate(zip(versions, self._versions, strict=True)) if now != seen}
+        return sorted(self._moved | changed)
 
-    def _misfit(self, arena: Arena, k: int, faults: Faults) -> bool:
-        p, dtype, shape = arena.params[k], arena.layout.specs[k].dtype, arena.grad_views[k].shape
-        if p.dtype == dtype and p.shape == shape:
-            return False
-        text = (
-            f"parameter {self.name_of(p)} was {dtype} of shape {tuple(shape)} and is now {p.dtype} of shape "
-            f"{tuple(p.shape)}: cast the model before making the optimizer"
-        )
-        faults.append((RuntimeError, text))
-        return True
+    def adopt_moved(self) -> None:
+        """Brings parameters that were given other storage back into the buffers, with their values as they are now."""
+        for state in self.sets if self._moved else ():
+            buffers = state.buffers
+            for k in buffers.moved():
+                if buffers.misfit(k) is None:
+                    buffers.adopt_param(k)
 
-    def _move(self, a: int) -> None:
-        new = self.arenas[a].on_device_of_params()
-        self.arenas[a] = new
-        self.places.update((p, (new, k)) for k, p in enumerate(new.params))
-        self.changed()
-
-    def take_up(self, edited: list[int]) -> None:
+    def refresh_masters_of(self, edited: list[int]) -> None:
         """Masters := weights where they differ, for these parameters. Doing it twice does no harm."""
         if edited:
+            self.adopt_moved()
             flags = torch.zeros(len(self.params), dtype=torch.uint8)
             flags[edited] = 1
             flags = flags.to(self.device, non_blocking=True)
-            for arena in self.arenas:
-                arena.refresh_masters(flags)
+            for state in self.sets:
+                state.refresh_masters(flags)
 
-    def seen(self, edited: list[int]) -> None:
+    def undo_edits_of(self, edited: list[int]) -> None:
+        """This rank's part of these weights becomes its rounded masters again, where there are masters that tell."""
+        for k in edited:
+            state, at = self.places[self.params[k]]
+            state.undo_edit(at)
+
+    def mark_versions(self, edited: list[int]) -> None:
         """All ranks have taken these edits up."""
         for k in edited:
-            self.versions[k] = self.params[k]._version
-        self.moved.clear()
+            self._versions[k] = self.params[k]._version
+        self._moved.clear()

@@ -1,32 +1,61 @@
-"""`overlap_gather`: a module's forward waits for each bucket just before the first module that uses it runs."""
+"""`overlap_gather`: a module's forward waits for buckets just before it needs them.
+
+Buckets are waited for per unit. A unit is an element of a container (ModuleList, ModuleDict, Sequential), as a rule a
+block, with all of its children, since a block may read a child's weight without calling the child
+(torch.nn.MultiheadAttention does so with out_proj). What lies in no unit belongs to the root, whose forward may read it
+at any time (`F.linear(x, self.head.weight)`). Gathers are started in the same order: the root's, then unit by unit.
+"""
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
 
-import torch
+from torch import Tensor, nn
+from torch._compile import _disable_dynamo
 
-from .runner import Engine
+if TYPE_CHECKING:
+    from .bucket import BucketState
+    from .reducer import Reducer
+    from .runner import StepRunner
+
+CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
 
-def watch_module(root: torch.nn.Module, engine: Engine) -> None:
-    """Hooks every module of `root` that has parameters, and state_dict() of the whole."""
-    me = weakref.ref(engine)
+def units_of(module: nn.Module) -> Iterator[nn.Module]:
+    """The elements of the outermost containers in `module`, in order; of containers in containers, the inner ones."""
+    for child in module.children():
+        if isinstance(module, CONTAINERS) and not isinstance(child, CONTAINERS):
+            yield child
+        else:
+            yield from units_of(child)
 
-    def wait(module: torch.nn.Module, *_: Any) -> None:
-        engine = me()
-        if engine is not None:
-            place = engine.reducer.place
-            runs = [place[p][0] for p in module.parameters(recurse=False) if p in place]
-            engine.reducer.finish_gathers(runs)
 
-    def wait_all(*_: Any) -> None:
-        engine = me()
-        if engine is not None:
-            engine.reducer.finish_gathers()
+class GatherUnits:
+    """The hooks of one module, and the order in which its forward needs the parameters."""
 
-    for module in root.modules():
-        if next(module.parameters(recurse=False), None) is not None:
-            module.register_forward_pre_hook(wait)
-    root.register_state_dict_pre_hook(wait_all)
+    def __init__(self, root: nn.Module, runner: StepRunner) -> None:
+        units = [unit for unit in units_of(root) if next(unit.parameters(), None) is not None]
+        inside = {module for unit in units for module in unit.modules()}
+        rest = [p for module in root.modules() if module not in inside for p in module.parameters(recurse=False)]
+        self._needed = [rest, *(list(unit.parameters()) for unit in units)]
+        me = weakref.ref(runner)
+        for module, params in zip([root, *units], self._needed, strict=True):
+            module.register_forward_pre_hook(_waiting_for(params, me))
+        root.register_state_dict_pre_hook(_waiting_for(None, me))
+
+    def order(self, reducer: Reducer) -> list[BucketState]:
+        """All buckets, those first that are needed first."""
+        params: list[Tensor] = [p for needed in self._needed for p in needed]
+        return list(dict.fromkeys([*reducer.buckets_of(params), *reducer.buckets[::-1]]))
+
+
+def _waiting_for(params: list[nn.Parameter] | None, me: weakref.ref[StepRunner]) -> Callable[..., None]:
+    @_disable_dynamo
+    def wait(*_: Any) -> None:
+        runner = me()
+        if runner is not None:
+            runner.wait_for(params)
+
+    return wait

@@ -14,7 +14,7 @@ from .. import ops
 Row = tuple[float, float, float, float, float, int, int, int]
 
 
-class GroupOptions:
+class Hyperparams:
     """A table [groups, 8 words] (struct GroupOptions), rewritten when an option has changed."""
 
     def __init__(self, groups: list[dict[str, Any]], decoupled: bool, capturable: bool) -> None:
