@@ -87,7 +87,7 @@ def worker(rank: int, world: int, name: str, steps: int) -> dict[str, Any]:
         half = 0.55 + 0.45 * math.cos(math.pi * (step - WARMUP) / max(1, steps - WARMUP))
         after(LR * (min(1.0, (step + 1) / WARMUP) if step < WARMUP else half))
         losses[step] = loss.detach()
-        if (step + 1) % EVERY == 0:
+        if (step + 1) % min(EVERY, steps) == 0:
             now = torch.tensor(held())
             dist.all_reduce(now, op=dist.ReduceOp.MAX)
             looks.append([step + 1, *now.tolist()])
