@@ -59,7 +59,7 @@ clean:
 $(VENV)/.tools:
 	$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("Python 3.10 or newer is needed")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install '$(TORCH)' setuptools wheel ninja pybind11 tqdm
+	$(BIN)/python -m pip install '$(TORCH)' setuptools wheel ninja pybind11 tqdm pytest
 	touch $@
 
 $(VENV)/.built: $(VENV)/.tools pyproject.toml setup.py $(CXX_SOURCES)

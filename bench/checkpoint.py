@@ -16,48 +16,36 @@ run of its own, in which the allocator gives back at once what is freed.
 
 from __future__ import annotations
 
-import argparse
 import ctypes
 import gc
-import json
 import os
 import shutil
 import statistics
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import common
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import torch.multiprocessing as mp
 
 from zero1_cuda import Zero1AdamW
 
 SHAPE = (1024, 1024)  # of a parameter
-STATUS, CLEAR_REFS = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-
-
-def status(field: str) -> int:
-    return 1024 * int(STATUS.read_text().partition(field + ":")[2].split()[0])
+CLEAR_REFS = Path("/proc/self/clear_refs")
 
 
 def measure(call: Callable[[], None]) -> tuple[float, float]:
     """Seconds, the slowest rank's, and bytes that this rank needed meanwhile (nan where that cannot be seen)."""
     gc.collect()
-    dist.barrier()
     visible = CLEAR_REFS.exists()
-    before = status("VmRSS") if visible else 0
+    before = common.process_bytes("VmRSS") if visible else 0
     if visible:
         CLEAR_REFS.write_text("5")  # the peak begins anew
-    start = time.perf_counter()
-    call()
-    took = torch.tensor(time.perf_counter() - start)
-    needed = status("VmHWM") - before if visible else float("nan")
-    dist.all_reduce(took, op=dist.ReduceOp.MAX)
-    return float(took), needed
+    took = common.slowest(call)
+    return took, common.process_bytes("VmHWM") - before if visible else float("nan")
 
 
 def save(state: Any, path: Path) -> None:
@@ -75,11 +63,9 @@ def drop(path: Path) -> None:
         os.close(handle)
 
 
-def worker(rank: int, world: int, mb: float, rounds: int, exact: bool, folder: Path) -> None:
+def worker(rank: int, world: int, mb: float, rounds: int, exact: bool, folder: Path) -> dict[str, Any]:
     if exact:
         ctypes.CDLL(None).mallopt(-3, 2**16)  # M_MMAP_THRESHOLD: what is freed goes back at once
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     count = max(world, round(mb * 1e6 / 12 / (SHAPE[0] * SHAPE[1])))
     params = [torch.nn.Parameter(torch.randn(SHAPE, dtype=torch.bfloat16)) for _ in range(count)]
     opt = Zero1AdamW(params)
@@ -137,44 +123,36 @@ def worker(rank: int, world: int, mb: float, rounds: int, exact: bool, folder: P
             dist.barrier()
     everybody: list[Any] = [None] * world
     dist.all_gather_object(everybody, {name: max(f["memory"]) for name, f in found.items()})
-    if rank == 0:
-        rows = []
-        for name, times in found.items():
-            row: dict[str, Any] = {"way": name, "memory": max(m[name] for m in everybody)}
-            for what in ("save", "load", "again"):
-                row[f"{what}_s"] = statistics.median(times[what])
-                row[f"{what}_ratio"] = row[f"{what}_s"] / statistics.median(found["plain"][what])
-            rows.append(row)
-        result = {"ranks": world, "state_bytes": 12 * count * SHAPE[0] * SHAPE[1], "rounds": rounds, "rows": rows}
-        (folder / "result.json").write_text(json.dumps(result))
-    dist.destroy_process_group()
+    rows = []
+    for name, times in found.items():
+        row: dict[str, Any] = {"way": name, "memory": max(m[name] for m in everybody)}
+        for what in ("save", "load", "again"):
+            row[f"{what}_s"] = statistics.median(times[what])
+            row[f"{what}_ratio"] = row[f"{what}_s"] / statistics.median(found["plain"][what])
+        rows.append(row)
+    return {"ranks": world, "state_bytes": 12 * count * SHAPE[0] * SHAPE[1], "rounds": rounds, "rows": rows}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--mb", type=float, default=1000.0, help="10^6 bytes of state over all ranks")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--folder", type=Path, help="on the disk to measure; default: the system's temporary folder")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     runs = []
     for exact, rounds in ((False, args.rounds), (True, 1)):
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:
-            mp.spawn(worker, (args.ranks, args.mb, rounds, exact, Path(folder)), nprocs=args.ranks)
-            runs.append(json.loads((Path(folder) / "result.json").read_text()))
+            runs.append(common.run_ranks(args.ranks, worker, args.mb, rounds, exact, Path(folder)))
     result, memory = runs
     for row, exact_row in zip(result["rows"], memory["rows"], strict=True):
         row["memory"] = exact_row["memory"]
-    result["torch"] = torch.__version__
     print(f"{result['ranks']} gloo ranks, {result['state_bytes'] / 1e6:.0f} MB of state, torch {torch.__version__}")
     print("            save s  ratio   load s  ratio  again s  ratio  memory of a load / own part")
     for row in result["rows"]:
         times = "".join(f"{row[f'{k}_s']:9.3f}{row[f'{k}_ratio']:7.2f}" for k in ("save", "load", "again"))
         print(f"{row['way']:>9}{times}{row['memory']:29.2f}")
-    if args.json:
-        args.json.write_text(json.dumps(result, indent=1) + "\n")
+    common.write(args.json, result)
 
 
 if __name__ == "__main__":

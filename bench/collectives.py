@@ -8,17 +8,12 @@ all ranks have their result; the two ways alternate, so that both see the same m
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
-import tempfile
-import time
 from collections.abc import Callable
 
+import common
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 
 from zero1_cuda.comm.collectives import Ranks, Scratch
 
@@ -34,44 +29,37 @@ def measure(ways: dict[str, Callable[[], None]]) -> dict[str, float]:
     times: dict[str, list[float]] = {name: [] for name in ways}
     for repeat in range(REPEATS + 1):
         for name, way in ways.items():
-            dist.barrier()
-            start = time.perf_counter()
-            way()
-            took = torch.tensor(time.perf_counter() - start)
-            dist.all_reduce(took, op=dist.ReduceOp.MAX)
+            took = common.slowest(way)
             if repeat:  # the first one warms up
-                times[name].append(1e3 * float(took))
+                times[name].append(1e3 * took)
     return {name: statistics.median(t) for name, t in times.items()}
 
 
-def worker(rank: int, world: int, numel: int, bucket: int, folder: str) -> None:
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+def worker(rank: int, world: int, numel: int, bucket: int) -> dict[str, float]:
     ranks = Ranks()
-    numel = numel // (world * bucket) * world * bucket
     grads = torch.randn(numel, dtype=torch.bfloat16)
     out = torch.empty(numel // world, dtype=torch.bfloat16)
     params = torch.randn(numel, dtype=torch.bfloat16)
     norm = torch.zeros(16, dtype=torch.int64)
     mine = numel // world
-    buckets = [(at, at // world) for at in range(0, numel, bucket * world)]
+    buckets = [slice(at, min(at + bucket * world, numel)) for at in range(0, numel, bucket * world)]
     scratch = Scratch()
 
     def reduce_ours() -> None:
         flying = []
-        for tag, (begin, at) in enumerate(buckets):
+        for tag, piece in enumerate(buckets):
             if len(flying) >= 3:
                 flying.pop(0).finish()
-            piece = grads[begin : begin + bucket * world]
-            flying.append(ranks.start_reduction(piece, out[at : at + bucket], norm, scratch, tag + 1, True))
+            own = out[piece.start // world : piece.stop // world]
+            flying.append(ranks.start_reduction(grads[piece], own, norm, scratch, tag + 1, True))
         for pending in flying:
             pending.finish()
 
     def gather_ours() -> None:
-        for pending in [ranks.start_gather(params[begin : begin + bucket * world]) for begin, _ in buckets]:
+        for pending in [ranks.start_gather(params[piece]) for piece in buckets]:
             pending.finish()
 
-    found = measure(
+    return measure(
         {
             "reduce": reduce_ours,
             "reduce_scatter_tensor": lambda: reduce_scatter_tensor(out, grads, op=dist.ReduceOp.AVG),
@@ -81,25 +69,17 @@ def worker(rank: int, world: int, numel: int, bucket: int, folder: str) -> None:
             ),
         }
     )
-    if rank == 0:
-        with open(f"{folder}/result.json", "w") as f:
-            json.dump(found, f)
-    dist.destroy_process_group()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--numel", type=int, default=2**26, help="bf16 elements")
     parser.add_argument("--bucket-mb", type=float, default=25.0)
-    parser.add_argument("--json")
     args = parser.parse_args()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     bucket = max(128, int(args.bucket_mb * 2**20 / 2 / args.ranks) // 128 * 128)
-    with tempfile.TemporaryDirectory() as folder:
-        mp.spawn(worker, (args.ranks, args.numel, bucket, folder), nprocs=args.ranks)
-        with open(f"{folder}/result.json") as f:
-            found = json.load(f)
+    args.numel = args.numel // (128 * args.ranks) * 128 * args.ranks
+    found = common.run_ranks(args.ranks, worker, args.numel, bucket)
     rows = [
         {
             "what": ours,
@@ -116,9 +96,7 @@ def main() -> None:
             f"{row['what']:>8} {row['ms']:8.1f} ms   "
             f"{row['torch']:>24} {row['torch_ms']:8.1f} ms   {row['ratio']:5.2f}x"
         )
-    if args.json:
-        with open(args.json, "w") as f:
-            json.dump({"ranks": args.ranks, "numel": args.numel, "torch": torch.__version__, "rows": rows}, f, indent=1)
+    common.write(args.json, {"ranks": args.ranks, "numel": args.numel, "rows": rows})
 
 
 if __name__ == "__main__":

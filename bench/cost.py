@@ -10,19 +10,12 @@ lie in their buffers), with buckets of two sizes. Times are the slowest rank's, 
 
 from __future__ import annotations
 
-import argparse
-import json
-import os
 import statistics
-import tempfile
-import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import common
 import torch
-import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 from zero1_cuda import Zero1AdamW, ops
@@ -37,15 +30,7 @@ PARAM = 2**18  # elements
 def clock(call: Callable[[], Any], repeats: int = REPEATS) -> float:
     """Seconds of a call that all ranks make: the slowest rank's, the median of several."""
     call()
-    times = []
-    for _ in range(repeats):
-        dist.barrier()
-        begin = time.perf_counter()
-        call()
-        took = torch.tensor(time.perf_counter() - begin)
-        dist.all_reduce(took, op=dist.ReduceOp.MAX)
-        times.append(float(took))
-    return statistics.median(times)
+    return statistics.median(common.slowest(call) for _ in range(repeats))
 
 
 def line(call: Callable[[Tensor], Any]) -> tuple[float, float]:
@@ -87,9 +72,7 @@ def predicted(c: dict[str, float], numel: int, buckets: int, world: int) -> dict
     }
 
 
-def worker(rank: int, world: int, numel: int, folder: str) -> None:
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+def worker(rank: int, world: int, numel: int) -> dict[str, Any]:
     count = numel // PARAM
     c = constants(Ranks(), ops.CONTROL_FLAGS + count)
     steps = []
@@ -110,25 +93,18 @@ def worker(rank: int, world: int, numel: int, folder: str) -> None:
         parts = predicted(c, numel, buckets, world)
         whole = sum(parts.values())
         steps.append({"buckets": buckets, "measured_s": measured, "predicted_s": whole, "parts_s": parts})
-    if rank == 0:
-        Path(folder, "result.json").write_text(json.dumps({"ranks": world, "constants": c, "steps": steps}))
-    dist.barrier()
-    dist.destroy_process_group()
+    return {"ranks": world, "constants": c, "steps": steps}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--numel", type=int, default=2**25, help=f"parameters; a multiple of {PARAM}")
-    parser.add_argument("--json")
     args = parser.parse_args()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     runs = []
     print("ranks  buckets  reduce us  GB/s  gather us  GB/s  memory GB/s  measured ms  formula ms  ratio")
     for world in args.ranks:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(worker, (world, args.numel, folder), nprocs=world)
-            found = json.loads(Path(folder, "result.json").read_text())
+        found = common.run_ranks(world, worker, args.numel)
         runs.append(found)
         c = found["constants"]
         for step in found["steps"]:
@@ -139,9 +115,7 @@ def main() -> None:
             measured, formula = step["measured_s"], step["predicted_s"]
             times = f"{1e3 * measured:13.1f}{1e3 * formula:12.1f}{measured / formula:7.2f}"
             print(f"{world:>5}{step['buckets']:>9}{links}{c['memory_bytes_per_s'] / 1e9:>13.1f}{times}", flush=True)
-    if args.json:
-        result = {"numel": args.numel, "torch": torch.__version__, "runs": runs}
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+    common.write(args.json, {"numel": args.numel, "runs": runs})
 
 
 if __name__ == "__main__":

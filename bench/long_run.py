@@ -9,25 +9,22 @@ threads; what is reported is the largest rank's.
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import common
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import nn
 
 from zero1_cuda import Zero1AdamW
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "examples"))
+sys.path.insert(0, str(common.ROOT / "examples"))
 from train_gpt import GPT, load_text, sample
 
 LR, BETAS, DECAY, CLIP, WARMUP = 2e-3, (0.9, 0.95), 0.1, 1.0, 20
@@ -76,9 +73,7 @@ def held() -> list[int]:
     return [resident, len(os.listdir("/proc/self/fd")), len(os.listdir("/proc/self/task"))]
 
 
-def worker(rank: int, world: int, name: str, steps: int, folder: str) -> None:
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
+def worker(rank: int, world: int, name: str, steps: int) -> dict[str, Any]:
     text = load_text()
     torch.manual_seed(1)
     bare = GPT(layers=4, width=192, heads=6, context=CONTEXT).bfloat16()
@@ -92,7 +87,7 @@ def worker(rank: int, world: int, name: str, steps: int, folder: str) -> None:
         half = 0.55 + 0.45 * math.cos(math.pi * (step - WARMUP) / max(1, steps - WARMUP))
         after(LR * (min(1.0, (step + 1) / WARMUP) if step < WARMUP else half))
         losses[step] = loss.detach()
-        if (step + 1) % EVERY == 0:
+        if (step + 1) % min(EVERY, steps) == 0:
             now = torch.tensor(held())
             dist.all_reduce(now, op=dist.ReduceOp.MAX)
             looks.append([step + 1, *now.tolist()])
@@ -100,16 +95,12 @@ def worker(rank: int, world: int, name: str, steps: int, folder: str) -> None:
                 print(f"{name:>12} step {step + 1:>5} loss {losses[step]:.3f}", flush=True)
     seconds = time.perf_counter() - began
     dist.all_reduce(losses)
-    if rank == 0:
-        found = {
-            "way": name,
-            "seconds": seconds,
-            "loss": [round(float(x), 5) for x in losses / world],
-            "looks": [dict(zip(("step", "resident_bytes", "files", "threads"), look, strict=True)) for look in looks],
-        }
-        Path(folder, "result.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    return {
+        "way": name,
+        "seconds": seconds,
+        "loss": [round(float(x), 5) for x in losses / world],
+        "looks": [dict(zip(("step", "resident_bytes", "files", "threads"), look, strict=True)) for look in looks],
+    }
 
 
 def tail(row: dict[str, Any], count: int = 100) -> float:
@@ -137,27 +128,19 @@ def plot(rows: list[dict[str, Any]], path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--steps", type=int, default=2000)
     parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--json")
     parser.add_argument("--plot", help="an SVG; needs matplotlib")
     args = parser.parse_args()
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    rows = []
-    for name in WAYS:
-        with tempfile.TemporaryDirectory() as folder:
-            mp.spawn(worker, (args.ranks, name, args.steps, folder), nprocs=args.ranks)
-            rows.append(json.loads(Path(folder, "result.json").read_text()))
+    rows = [common.run_ranks(args.ranks, worker, name, args.steps) for name in WAYS]
     for row in rows:
         first, last = row["looks"][0], row["looks"][-1]
         grown = ", ".join(f"{key} {first[key]:,} -> {last[key]:,}" for key in ("resident_bytes", "files", "threads"))
         print(
             f"{row['way']:>12}: loss of the last 100 steps {tail(row):.4f}, step {first['step']} to the last: {grown}"
         )
-    if args.json:
-        result = {"ranks": args.ranks, "steps": args.steps, "torch": torch.__version__, "rows": rows}
-        Path(args.json).write_text(json.dumps(result) + "\n")
+    common.write(args.json, {"ranks": args.ranks, "steps": args.steps, "rows": rows}, indent=None)
     if args.plot:
         plot(rows, args.plot)
 

@@ -9,14 +9,12 @@ the options as they are; or else rounded to fp32 as the step has them, which lea
 
 from __future__ import annotations
 
-import argparse
-import json
 import math
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
+import common
 import torch
 from torch import Tensor
 
@@ -148,11 +146,10 @@ ROWS = [
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--elements", type=int, default=10_000_000, help="of the one step")
     parser.add_argument("--steps", type=int, default=1000, help="of the path")
     parser.add_argument("--path-elements", type=int, default=100_000)
-    parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     rows = []
     for title, measure in (
@@ -167,8 +164,7 @@ def main() -> None:
             errors = measure(make, rounded=rounded)
             rows.append({"what": title, "who": who, "ulp_max_mean": {n: list(errors[n]) for n in NAMES}})
             print(f"{who:50}" + "".join(f"{errors[n][0]:>11.2f} /{errors[n][1]:7.3f}" for n in NAMES), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps({"torch": torch.__version__, "rows": rows}, indent=1) + "\n")
+    common.write(args.json, {"rows": rows})
 
 
 if __name__ == "__main__":

@@ -2,8 +2,11 @@
 
     python bench/step.py [--ranks 2 [4 ...]] [--width 4096] [--layers 4] [--steps 6] [--json FILE] [--plot FILE.svg]
 
-For each way: milliseconds per step beyond forward and backward (which are measured alone, in the same run), bytes of
-tensors that live between steps, the rise of resident memory at its peak, megabytes sent by a rank, and the last loss.
+For each way: milliseconds of a whole iteration, from the forward to the end of the step; what of it is beyond forward
+and backward (which are measured alone, in the same run); bytes of tensors that live between steps, the rise of resident
+memory at its peak, megabytes sent by a rank, and the last loss.
+
+Iterations follow each other without a pause: with overlap_gather, the gather of one runs into the forward of the next.
 Every way runs in fresh processes. What is not installed is left out and said. The plot has the bytes against the ranks.
 """
 
@@ -13,22 +16,22 @@ import argparse
 import contextlib
 import gc
 import io
-import json
+import itertools
 import os
 import statistics
-import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import common
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
 from torch import Tensor, nn
 
 LR = 1e-3
+WARM_UP = 2  # iterations
 Step = Callable[[], None]
 Way = tuple[nn.Module, Callable[[Tensor], Any], Step]  # what to call, the backward, what to do after it
 
@@ -55,14 +58,6 @@ def live_bytes() -> int:
         total += max(0, begin + size - max(begin, end))
         end = max(end, begin + size)
     return total
-
-
-def status(field: str) -> int:
-    """Bytes of a field of /proc/self/status."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(field + ":"):
-            return 1024 * int(line.split()[1])
-    return 0
 
 
 def sent_bytes() -> int:
@@ -164,6 +159,7 @@ def deepspeed_zero1(model: nn.Module) -> Way:
 WAYS: dict[str, Callable[[nn.Module], Way]] = {
     "forward + backward": forward_backward,
     "Zero1AdamW": zero1,
+    "Zero1AdamW, overlap_gather": lambda model: zero1(model, overlap_gather=model),
     "Zero1AdamW, split": lambda model: zero1(model, master_weights="split"),
     "DDP + fused AdamW": ddp_adamw,
     "ZeroRedundancyOptimizer": zero_redundancy,
@@ -172,58 +168,52 @@ WAYS: dict[str, Callable[[nn.Module], Way]] = {
 }
 
 
-def worker(rank: int, world: int, name: str, args: argparse.Namespace, folder: str) -> None:
+def worker(rank: int, world: int, name: str, args: argparse.Namespace) -> dict[str, float]:
     warnings.simplefilter("ignore")
-    torch.set_num_threads(max(1, (os.cpu_count() or 1) // world))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=rank, world_size=world)
     dist.all_reduce(torch.zeros(1))
-    before, resting = live_bytes(), status("VmRSS")
+    before, resting = live_bytes(), common.process_bytes("VmRSS")
     model, backward, after = WAYS[name](build(args.width, args.layers, torch.bfloat16))
-    times, loss = [], torch.zeros(())
-    for step in range(args.steps + 2):
-        x = torch.randn(args.batch, args.width, generator=torch.Generator().manual_seed(1000 * step + rank)).bfloat16()
-        dist.barrier()
-        if step == 2:  # the first ones warm up
+    count = WARM_UP + 1 + args.steps
+    seeds = [torch.Generator().manual_seed(1000 * step + rank) for step in range(count)]
+    batches = [torch.randn(args.batch, args.width, generator=seed).bfloat16() for seed in seeds]
+    marks, loss, sent = [], torch.zeros(()), 0
+    for step, x in enumerate(batches):
+        if step == WARM_UP:  # waits for what is under way, so this iteration is not timed either
+            dist.barrier()
             sent = sent_bytes()
-        begin = time.perf_counter()
+        marks.append(time.perf_counter())
         loss = model(x).float().square().mean()
         backward(loss)
         after()
-        dist.barrier()
-        times.append(1e3 * (time.perf_counter() - begin))
-    sent = (sent_bytes() - sent) // args.steps // world
+    marks.append(time.perf_counter())
+    dist.barrier()
+    sent = (sent_bytes() - sent) // (args.steps + 1) // world
     dist.all_reduce(mean := loss.detach().clone())
-    del x, loss
-    found = {
-        "ms": statistics.median(times[2:]),
+    del x, batches, loss
+    return {
+        "ms": 1e3 * statistics.median(end - begin for begin, end in itertools.pairwise(marks[WARM_UP + 1 :])),
         "live_bytes": live_bytes() - before,
-        "peak_bytes": status("VmHWM") - resting,
+        "peak_bytes": common.process_bytes("VmHWM") - resting,
         "sent_bytes": sent,
         "loss": float(mean) / world,
     }
-    if rank == 0:
-        Path(folder, "result.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 def compare(ranks: int, numel: int, args: argparse.Namespace) -> list[dict[str, Any]]:
     """Every way, on so many ranks."""
     print(f"{ranks} gloo ranks, {numel:,} bf16 parameters, torch {torch.__version__}")
-    print(f"{'':>24} {'ms':>8} {'beyond':>8} {'live MB':>9} {'peak MB':>9} {'sent MB':>9} {'loss':>12}")
+    print(f"{'':>26} {'ms':>8} {'beyond':>8} {'live MB':>9} {'peak MB':>9} {'sent MB':>9} {'loss':>12}")
     rows: list[dict[str, Any]] = []
     for name in WAYS:
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                mp.spawn(worker, (ranks, name, args, folder), nprocs=ranks)
-            except Exception as error:
-                print(f"{name:>24} left out: {str(error).strip().splitlines()[-1]}")
-                continue
-            row = {"way": name, **json.loads(Path(folder, "result.json").read_text())}
+        try:
+            row = {"way": name, **common.run_ranks(ranks, worker, name, args)}
+        except Exception as error:
+            print(f"{name:>26} left out: {str(error).strip().splitlines()[-1]}")
+            continue
         row["beyond_ms"] = row["ms"] - (rows[0]["ms"] if rows else row["ms"])
         rows.append(row)
         mb = " ".join(f"{row[key] / 1e6:9.1f}" for key in ("live_bytes", "peak_bytes", "sent_bytes"))
-        print(f"{name:>24} {row['ms']:8.1f} {row['beyond_ms']:8.1f} {mb} {row['loss']:12.5g}", flush=True)
+        print(f"{name:>26} {row['ms']:8.1f} {row['beyond_ms']:8.1f} {mb} {row['loss']:12.5g}", flush=True)
     return rows
 
 
@@ -244,23 +234,19 @@ def plot(runs: list[dict[str, Any]], path: str) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = common.parser(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--width", type=int, default=4096)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--steps", type=int, default=6)
-    parser.add_argument("--json")
     parser.add_argument("--plot", help="an SVG; needs matplotlib")
     args = parser.parse_args()
     if args.steps < 1:
         parser.error("--steps: at least 1 wanted")
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     numel = args.layers * args.width**2
     runs = [{"ranks": ranks, "rows": compare(ranks, numel, args)} for ranks in args.ranks]
-    if args.json:
-        result = {"numel": numel, "torch": torch.__version__, "runs": runs}
-        Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+    common.write(args.json, {"numel": numel, "runs": runs})
     if args.plot:
         plot(runs, args.plot)
 

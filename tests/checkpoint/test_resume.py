@@ -208,6 +208,11 @@ def test_another_number_of_ranks_goes_on_with_the_same_bits(tmp_path):
 # -- one model on all ranks -------------------------------------------------------------------------------------------
 
 
+def scramble(p, rank):
+    """The weights of rank 0 stay as they are."""
+    return p.detach().add(rank).mul(1.7) if rank else p.detach().clone()
+
+
 def scrambled(rank, world):
     for split in ("fp32", "split"):
         params = mixed()
@@ -218,22 +223,29 @@ def scrambled(rank, world):
             p.grad = torch.ones_like(p)
         adamw.step()
         want = digest(snapshot(opt, params))
-        whole = opt.full_state_dict(rank0_only=False)
-        for state in (copy.deepcopy(opt.state_dict()), whole, {} if rank else whole, adamw.state_dict()):
-            if rank:
-                for p in params:
-                    p.data.add_(rank).mul_(1.7)
+        part, whole = copy.deepcopy(opt.state_dict()), opt.full_state_dict(rank0_only=False)
+        kinds = {"part": part, "whole": whole, "whole on rank 0": {} if rank else whole, "torch": adamw.state_dict()}
+        for kind, state in kinds.items():
+            before = [p.detach().clone() for p in params]
+            for p in params:
+                p.data.copy_(scramble(p, rank))
             opt.load_state_dict(state)
             equal_on_all_ranks(params)
             for p in params:
                 assert torch.equal(p.detach(), opt.full_param_state(p)["master"].to(p.dtype))
-            assert (
-                state is adamw
-                or "master" not in state.get("state", {0: {"master": 0}})[0]
-                or (digest(snapshot(opt, params)) == want)
-            )
+            if kind == "torch":  # no masters: each rank's part of the weights becomes its masters
+                for p, q, old in zip(params, adamw.param_groups[0]["params"], before, strict=True):
+                    entry = opt.full_param_state(p)
+                    assert entry["step"] == 1
+                    for name in ("exp_avg", "exp_avg_sq"):
+                        assert torch.equal(entry[name], adamw.state[q][name].float())
+                    ours = torch.stack([p.detach() == scramble(old, r) for r in range(world)])
+                    assert bool(ours.any(0).all())
+            else:
+                assert digest(snapshot(opt, params)) == want, kind
             whole_numbers(params, opt, rank, world, range(3, 4))
             equal_on_all_ranks(params)
+            assert digest(snapshot(opt, params)) != want  # the next load has something to undo
 
 
 @pytest.mark.parametrize("world", [2, 3])

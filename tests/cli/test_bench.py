@@ -1,14 +1,11 @@
-"""The benchmarks measure what they say: counted bytes, the limit's streams, contestants that make the same update. And
-the script for a machine with a GPU runs through on the CPU, so that there it fails for what is wrong there only."""
+"""The kernel benchmark measures what it says: counted bytes, the limit's streams, contestants that make the same
+update."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 import torch
@@ -16,19 +13,8 @@ import torch
 from zero1_cuda import cli, ops
 from zero1_cuda.cli import bench
 
-FOLDER = Path(__file__).parents[2] / "bench"
 STEP = 2.0**-20  # what stream_limit adds
 KINDS = [*((d, v) for d in bench.DTYPES for v in ("plain", "amsgrad")), ("bf16", "l2"), ("bf16", "split")]
-
-
-def load(name: str) -> ModuleType:
-    folder = FOLDER.parent / "tests" / "gpu" if name == "gpu_checks" else FOLDER
-    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def streams(numel: int, dtype: str, variant: str) -> bench.Streams:
@@ -187,83 +173,3 @@ def test_stream_limit_refuses() -> None:
         ops.stream_limit(*args[:4], args[4][:255], *args[5:])
     with pytest.raises(RuntimeError, match="master: wanted"):
         ops.stream_limit(*args[:2], None, *args[3:])
-
-
-# -- the script for a machine with a GPU -----------------------------------------------------------
-
-
-def test_gpu_check_on_the_cpu(tmp_path: Path) -> None:
-    path = tmp_path / "check.json"
-    command = [sys.executable, str(FOLDER / "gpu_check.py"), "--device", "cpu", "--skip", "build", "--json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
-    result = json.loads(path.read_text())
-    skipped = {name for name, found in result["checks"].items() if found["status"] == "skip"}
-    assert skipped == {"streams", "graph", "memcheck", "racecheck"}
-    assert all(found["status"] == "pass" for name, found in result["checks"].items() if name not in skipped)
-    assert all("seconds" in found for found in result["checks"].values())
-    assert result["counts"] == {"pass": len(result["checks"]) - len(skipped), "fail": 0, "skip": len(skipped)}
-
-
-def test_gpu_check_survives_its_checks() -> None:
-    driver = load("gpu_check")
-    assert driver.isolated("streams", "cpu", 60)["status"] == "skip"
-    unknown = driver.isolated("nothing of the kind", "cpu", 60)
-    assert unknown["status"] == "fail"
-    assert "KeyError" in unknown["reason"]
-    late = driver.isolated("streams", "cpu", 0.01)
-    assert late["status"] == "fail"
-    assert "no result within" in late["reason"]
-
-
-def test_sanitizer_is_called_as_it_is_read(tmp_path: Path) -> None:
-    checks = load("gpu_checks")
-    program = tmp_path / "compute-sanitizer"
-    program.write_text('#!/bin/sh\nshift 4\necho "========= ERROR SUMMARY: 0 errors"\nexec "$@"\n')
-    program.chmod(0o755)
-    assert checks.sanitize(str(program), "racecheck", "cpu") == {"summary": "========= ERROR SUMMARY: 0 errors"}
-    program.write_text('#!/bin/sh\necho "========= Invalid __global__ write"\nexit 99\n')
-    with pytest.raises(AssertionError, match="exit status 99\n========= Invalid"):
-        checks.sanitize(str(program), "memcheck", "cpu")
-    program.write_text('#!/bin/sh\necho "========= Error: Device not supported"\nexit 1\n')
-    with pytest.raises(checks.Skip, match="cannot work here"):
-        checks.sanitize(str(program), "memcheck", "cpu")
-
-
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_gpu_check_without_a_gpu_is_one_line(capfd: pytest.CaptureFixture[str]) -> None:
-    assert load("gpu_check").main([]) == 1
-    (line,) = capfd.readouterr().err.splitlines()
-    assert "there is no GPU" in line
-
-
-# -- the scripts that measure several ranks --------------------------------------------------------
-
-SCRIPTS = {
-    "collectives": ["--numel", "65536"],
-    "checkpoint": ["--mb", "26", "--rounds", "1"],
-    "cost": ["--ranks", "2", "--numel", "1048576"],
-    "long_run": ["--steps", "50"],
-    "step": ["--width", "64", "--layers", "2", "--steps", "1"],
-    "timeline": ["--width", "64", "--layers", "2"],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", SCRIPTS)
-def test_a_script_runs_and_writes_what_it_found(name: str, tmp_path: Path) -> None:
-    path = tmp_path / "found.json"
-    command = [sys.executable, str(FOLDER / f"{name}.py"), *SCRIPTS[name], "--json", str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stdout + done.stderr
-    found = json.loads(path.read_text())
-    assert found["torch"] == torch.__version__
-    if name == "step":
-        ways = [row["way"] for row in found["runs"][0]["rows"]]
-        assert ways[:5] == [
-            "forward + backward",
-            "Zero1AdamW",
-            "Zero1AdamW, split",
-            "DDP + fused AdamW",
-            "ZeroRedundancyOptimizer",
-        ]

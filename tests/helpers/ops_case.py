@@ -1,4 +1,4 @@
-"""A small shard with every kind of segment, as tensors that the ops take: shared by the tests of the ops."""
+"""A small shard with every kind of segment, as tensors that the ops take: for tests of the ops, on a GPU too."""
 
 from __future__ import annotations
 

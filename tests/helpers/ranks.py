@@ -1,8 +1,8 @@
 """What tests with several ranks share.
 
 `run(world, fn, *args)` calls `fn(rank, world, *args)` in `world` processes that form a gloo group. They are forked from
-a server that has torch and the package loaded, so a case takes a fraction of a second. A process that hangs is a
-failure: it is killed, and the message holds the tracebacks of all ranks.
+a server that has torch and the package loaded, so a case takes a fraction of a second; those that use a CUDA device are
+started anew. A process that hangs is a failure: it is killed, and the message holds the tracebacks of all ranks.
 
 `Plain` is what the package is compared with: plain data parallel, torch's own optimizer on fp32 copies that is fed the
 mean of the ranks' gradients. `exact` makes gradients whose sums and means do not round, not even in 16 bits.
@@ -11,6 +11,7 @@ mean of the ranks' gradients. `exact` makes gradients whose sums and means do no
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import datetime
 import hashlib
 import multiprocessing
@@ -77,15 +78,21 @@ def _child(
     os._exit(0)  # without waiting for the threads of a group that may be broken
 
 
-def run(world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60, group: bool = True) -> list[Any]:
-    """[fn(rank, world, *args) of every rank]; fn: a function of a module. group=False: without a process group."""
+def run(
+    world: int, fn: Callable[..., Any], *args: Any, timeout: float = 60, group: bool = True, anew: bool = False
+) -> list[Any]:
+    """[fn(rank, world, *args) of every rank]; fn: a function of a module. group=False: without a process group.
+
+    anew: processes that are not forked, since what CUDA has set up does not outlive a fork.
+    """
     __tracebackhide__ = True
+    context = multiprocessing.get_context("spawn") if anew else _context
     with tempfile.TemporaryDirectory() as folder:
         pipes, processes = [], []
         for rank in range(world):
-            pipe, theirs = _context.Pipe()
+            pipe, theirs = context.Pipe()
             given = (theirs, rank, world, os.path.join(folder, "rendezvous"), group, deferred, fn, args)
-            process = _context.Process(target=_child, args=given, daemon=True)
+            process = context.Process(target=_child, args=given, daemon=True)
             process.start()
             theirs.close()
             pipes.append(pipe)
@@ -137,7 +144,7 @@ def exact(shape: Sequence[int], *seed: int, ranks: int = 1) -> Tensor:
 
 def backward(params: Iterable[Tensor], grads: Iterable[Tensor | None]) -> None:
     """A backward that gives every parameter just this gradient; None: it takes no part."""
-    sum((p * g.to(p.dtype)).sum() for p, g in zip(params, grads, strict=True) if g is not None).backward()
+    sum((p * g.to(p)).sum() for p, g in zip(params, grads, strict=True) if g is not None).backward()
 
 
 def backward_of(params: Sequence[Tensor], rank: int, k: int) -> None:
@@ -240,7 +247,8 @@ def digest(tensors: Iterable[Tensor]) -> str:
     """A hash of every bit."""
     out = hashlib.sha1()
     for t in tensors:
-        out.update(t.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        t = t.detach().cpu().contiguous()
+        out.update(ctypes.string_at(t.data_ptr(), t.nbytes))
     return out.hexdigest()
 
 

@@ -125,8 +125,10 @@ def state_is_a_mapping_from_parameters(rank, world):
         for name, t in opt.state[p].items():
             assert torch.is_tensor(t)
             opt.state[p][name] = t.to("cpu")
-    held = sum(t.numel() for s in opt.state.values() for name, t in s.items() if name == "exp_avg_sq")
-    assert held == sum(p.numel() for p in params) or world > 1
+    held = torch.tensor(sum(s["exp_avg_sq"].numel() for s in opt.state.values() if "exp_avg_sq" in s))
+    if world > 1:
+        dist.all_reduce(held)
+    assert held == sum(p.numel() for p in params)  # the ranks' parts make up the whole
     backward_of(params, rank, 1)
     opt.step()
 
@@ -408,7 +410,7 @@ def gathered(rank, world, options):
                 waited.clear()
                 o.step()
                 if o is opt:
-                    assert not waited or not world > 1  # step() does not end with the gather
+                    assert not waited  # step() does not end with the gather
                 o.zero_grad()
                 monkeypatch.setattr(dist, "broadcast", broadcast)
             if k % 4 == 1:
@@ -425,6 +427,7 @@ def gathered(rank, world, options):
                     torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-5)
             else:  # the first module alone: what it needs is there, no matter what else
                 torch.testing.assert_close(model[0](x), twin[0](x), rtol=1e-4, atol=1e-4)
+            assert bool(waited) == (world > 1)
     opt.synchronize()
     equal_on_all_ranks(model.parameters())
 

@@ -6,22 +6,19 @@ from __future__ import annotations
 import itertools
 import math
 import re
-import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numerics
 import pytest
 import torch
 from torch import Tensor
 
+from zero1_cuda import Zero1AdamW, ops
+from zero1_cuda.reference import power
+
 ROOT = Path(__file__).parents[2]
-sys.path.insert(0, str(ROOT / "bench"))
-
-import numerics  # noqa: E402
-
-from zero1_cuda import Zero1AdamW, ops  # noqa: E402
-from zero1_cuda.reference import power  # noqa: E402
 
 LIMITS = {"weight": 8.0, "exp_avg": 3.0, "exp_avg_sq": 3.0}  # ulp, of one step
 
