@@ -15,7 +15,8 @@ import common
 import torch
 import torch.distributed as dist
 
-from zero1_cuda.comm.collectives import Ranks, Scratch
+from zero1_cuda.comm.collectives import Scratch, start_gather, start_reduction
+from zero1_cuda.comm.grid import ProcessGrid
 
 # torch 2.13 renamed them
 reduce_scatter_tensor = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -36,7 +37,7 @@ def measure(ways: dict[str, Callable[[], None]]) -> dict[str, float]:
 
 
 def worker(rank: int, world: int, numel: int, bucket: int) -> dict[str, float]:
-    ranks = Ranks()
+    grid = ProcessGrid()
     grads = torch.randn(numel, dtype=torch.bfloat16)
     out = torch.empty(numel // world, dtype=torch.bfloat16)
     params = torch.randn(numel, dtype=torch.bfloat16)
@@ -51,12 +52,12 @@ def worker(rank: int, world: int, numel: int, bucket: int) -> dict[str, float]:
             if len(flying) >= 3:
                 flying.pop(0).finish()
             own = out[piece.start // world : piece.stop // world]
-            flying.append(ranks.start_reduction(grads[piece], own, norm, scratch, tag + 1, True))
+            flying.append(start_reduction(grid, grads[piece], own, norm, scratch, tag + 1, True))
         for pending in flying:
             pending.finish()
 
     def gather_ours() -> None:
-        for pending in [ranks.start_gather(params[piece]) for piece in buckets]:
+        for pending in [start_gather(grid, params[piece]) for piece in buckets]:
             pending.finish()
 
     return measure(

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from zero1_cuda import Zero1AdamW, ops
-from zero1_cuda.comm.collectives import Ranks, Scratch
+from zero1_cuda.comm.collectives import Scratch, start_gather, start_reduction
+from zero1_cuda.comm.grid import ProcessGrid
 
 REPEATS = 9
 SMALL, LARGE = 2**12, 2**22  # elements of a bucket
@@ -41,13 +42,13 @@ def line(call: Callable[[Tensor], Any]) -> tuple[float, float]:
     return max(0.0, a - slope * small.nbytes), 1 / slope
 
 
-def constants(ranks: Ranks, words: int) -> dict[str, float]:
-    world = ranks.world_size
+def constants(grid: ProcessGrid, words: int) -> dict[str, float]:
+    world = grid.world_size
     scratch, norm = Scratch(), torch.zeros(ops.NORM_WORDS, dtype=torch.int64)
 
     def reduce(bucket: Tensor) -> None:
         out = bucket[: bucket.numel() // world]
-        ranks.start_reduction(bucket, out, norm, scratch, 1, exchange=True).finish()
+        start_reduction(grid, bucket, out, norm, scratch, 1, exchange=True).finish()
 
     control = torch.zeros(words, dtype=torch.int64)
     numel = LARGE
@@ -56,8 +57,8 @@ def constants(ranks: Ranks, words: int) -> dict[str, float]:
     copy = clock(half.clone)
     found: dict[str, float] = {}
     found["reduce_latency_s"], found["reduce_bytes_per_s"] = line(reduce)
-    found["gather_latency_s"], found["gather_bytes_per_s"] = line(lambda bucket: ranks.start_gather(bucket).finish())
-    found["control_s"] = clock(lambda: ranks.sum_(control))
+    found["gather_latency_s"], found["gather_bytes_per_s"] = line(lambda bucket: start_gather(grid, bucket).finish())
+    found["control_s"] = clock(lambda: grid.all_reduce_sum_(control))
     found["memory_bytes_per_s"] = 28 * numel / (streams - copy)
     return found
 
@@ -74,7 +75,7 @@ def predicted(c: dict[str, float], numel: int, buckets: int, world: int) -> dict
 
 def worker(rank: int, world: int, numel: int) -> dict[str, Any]:
     count = numel // PARAM
-    c = constants(Ranks(), ops.CONTROL_FLAGS + count)
+    c = constants(ProcessGrid(), ops.CONTROL_FLAGS + count)
     steps = []
     for cap in CAPS_MB:
         params = [nn.Parameter(torch.zeros(PARAM, dtype=torch.bfloat16)) for _ in range(count)]

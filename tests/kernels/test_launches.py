@@ -173,22 +173,23 @@ def test_two_ranks(overlap: bool) -> None:
             assert buckets <= 2
             # in place: an agreement before anything is reduced, and one after
             wanted = dict.fromkeys(FIVE - {"grad_norm"}, 1) | ({} if overlap else {"pack_control": 2})
-            assert {**backward, **step} == wanted | {"sum_slices": buckets}
-            assert backward == ({"sum_slices": buckets} if overlap else {})
+            assert Counter(backward) + Counter(step) == wanted | {"sum_slices": buckets}
+            assert set(backward) <= {"sum_slices"} and (overlap or not backward)
             seen.append(others / buckets)
     assert max(seen) <= max(seen[:2]), "torch's own work has grown"
 
 
 def test_two_ranks_and_several_buckets() -> None:
-    """One more per bucket; where buckets flow one by one, two."""
+    """One more per bucket."""
     options = {"bucket_cap_mb": 0.01}  # 40 parameters, each in a chunk of its own, to a bucket
     for backward, step, _, buckets in ranks.run(2, counted, 400, 8, options | DEPENDS_ON_ALL):
         assert buckets == 10
-        assert backward == {"sum_slices": buckets}
-        assert step == dict.fromkeys(FIVE - {"grad_norm"}, 1)
+        assert backward["sum_slices"] >= buckets - 3  # as many are on their way at most
+        assert Counter(backward) + Counter(step) == dict.fromkeys(FIVE - {"grad_norm"}, 1) | {"sum_slices": buckets}
     for backward, step, _, buckets in ranks.run(2, counted, 400, 8, options | {"skip_nonfinite": False}):
-        assert backward == {"sum_slices": buckets}
-        assert step == {"pack_control": 1, "step_control": 1, "adam_step": buckets}
+        assert backward["sum_slices"] >= buckets - 3
+        step = {name: n for name, n in step.items() if name != "sum_slices"}
+        assert step == {"pack_control": 1, "step_control": 1, "adam_step": 1}
 
 
 def launches_of(shim: Shim, params: int, groups: int) -> list[int]:

@@ -144,7 +144,7 @@ def test_the_ops_are_given_the_same_whatever_the_rate(options: dict[str, Any]) -
         given = recorded.ours()
         lasting = {name: [fixed(a, (name, k) not in ANEW) for k, a in enumerate(args)] for name, args in given.items()}
         table = given["step_control"][3].view(torch.int64).tolist()
-        host_words = given["pack_control"][3][ops.CONTROL_TOUCHED :].tolist()
+        host_words = given["pack_control"][3][ops.CONTROL_MODIFIED :].tolist()
         seen.append((lasting, table, host_words))
     assert all(now == seen[1] for now in seen[2:])
 
