@@ -396,7 +396,19 @@ class Zero1AdamW(Optimizer):
 
 
 class Zero1Adam(Zero1AdamW):
-    """Adam with L2 decay (g += weight_decay * p) and its fp32 state split over N ranks; else as Zero1AdamW."""
+    """Adam with L2 decay and its fp32 state split over N ranks; arguments, errors and all else as Zero1AdamW.
+
+        g += weight_decay * p;  m = lerp(m, g, 1 - beta1);  v = beta2 * v + (1 - beta2) * g * g
+        p -= lr / (1 - beta1^t) * m / (sqrt(v / (1 - beta2^t)) + eps)
+
+    >>> p = torch.nn.Parameter(torch.ones(2))
+    >>> opt = Zero1Adam([p], lr=0.1, weight_decay=0.5)
+    >>> (p * torch.tensor([1.0, -2.0])).sum().backward()
+    >>> opt.step()
+    >>> p
+    Parameter containing:
+    tensor([0.9000, 1.1000], requires_grad=True)
+    """
 
     _decoupled = False
     __init__ = _with_default(Zero1AdamW.__init__, weight_decay=0.0)

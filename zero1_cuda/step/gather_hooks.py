@@ -10,15 +10,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch._compile import _disable_dynamo
 
-if TYPE_CHECKING:
-    from .bucket import BucketState
-    from .reducer import Reducer
-    from .runner import StepRunner
+from .bucket import BucketState
+from .reducer import Reducer
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict, nn.Sequential)
 
@@ -32,10 +30,16 @@ def units_of(module: nn.Module) -> Iterator[nn.Module]:
             yield from units_of(child)
 
 
+class Waiter(Protocol):
+    """Whoever knows what is on its way: the runner."""
+
+    def wait_for(self, params: list[nn.Parameter] | None) -> None: ...
+
+
 class GatherUnits:
     """The hooks of one module, and the order in which its forward needs the parameters."""
 
-    def __init__(self, root: nn.Module, runner: StepRunner) -> None:
+    def __init__(self, root: nn.Module, runner: Waiter) -> None:
         units = [unit for unit in units_of(root) if next(unit.parameters(), None) is not None]
         inside = {module for unit in units for module in unit.modules()}
         rest = [p for module in root.modules() if module not in inside for p in module.parameters(recurse=False)]
@@ -51,7 +55,7 @@ class GatherUnits:
         return list(dict.fromkeys([*reducer.buckets_of(params), *reducer.buckets[::-1]]))
 
 
-def _waiting_for(params: list[nn.Parameter] | None, me: weakref.ref[StepRunner]) -> Callable[..., None]:
+def _waiting_for(params: list[nn.Parameter] | None, me: weakref.ref[Waiter]) -> Callable[..., None]:
     @_disable_dynamo
     def wait(*_: Any) -> None:
         runner = me()
