@@ -1,5 +1,5 @@
-// From tensors to the kernels' plain structs, with every check that needs no look at the data; the same for CPU and
-// CUDA. Each function takes an op's arguments and gives that op's struct.
+// The ops: from tensors to the kernels' plain structs, with every check that a look at tensors allows; the same for CPU
+// and CUDA. Each `*_args` function has an op's signature and gives that op's struct; bind<> makes the op of it.
 #pragma once
 
 #include <torch/csrc/stable/library.h>
@@ -14,6 +14,7 @@
 #include <optional>
 #include <sstream>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "zero1/step_args.h"
@@ -62,6 +63,15 @@ inline std::string describe(const Tensor& t) {
 }
 
 constexpr int64_t kAny = -1;
+
+// What a kernel is called with, and what is known of it besides.
+template <class Args>
+struct Op {
+  Args args;
+  TableSizes sizes;
+  const char* name;
+  int32_t device;
+};
 
 // One op's tensors: all on the device of the first.
 class OpTensors {
@@ -117,15 +127,24 @@ class OpTensors {
     return kFloat32;
   }
 
-  SegmentTable table(const Tensor& segments, const Tensor& chunk_segment) const {
-    return SegmentTable{data<const Segment>(segments, "segments", ScalarType::Long, {kAny, 8}),
-                        data<const int32_t>(chunk_segment, "chunk_segment", ScalarType::Int, {kAny}),
+  // The rows of a table. The CUDA kernels read them 16 bytes at a time.
+  template <class Row>
+  Row* rows(const Tensor& t, const char* name, ScalarType dtype, int64_t words) const {
+    Row* p = data<Row>(t, name, dtype, {kAny, words});
+    STD_TORCH_CHECK(first_.is_cpu() || reinterpret_cast<uintptr_t>(p) % 16 == 0, op_, ": ", name,
+                    ": wanted memory that begins at a multiple of 16 bytes, got ", p);
+    return p;
+  }
+
+  SegmentTable table(const Tensor& segments, const Tensor& chunk_segment) {
+    const Segment* first = rows<const Segment>(segments, "segments", ScalarType::Long, 8);
+    sizes.segments = segments.size(0);
+    return SegmentTable{first, data<const int32_t>(chunk_segment, "chunk_segment", ScalarType::Int, {kAny}),
                         chunk_segment.numel()};
   }
 
   // Fills in `buffers` from lists of flat tensors, of which one may be left out (null).
-  void buffers(FlatBuffer* buffers, const std::vector<Tensor>* grads, const std::vector<Tensor>* params,
-               bool split) const {
+  void buffers(FlatBuffer* buffers, const std::vector<Tensor>* grads, const std::vector<Tensor>* params, bool split) {
     const std::vector<Tensor>& all = params ? *params : *grads;
     STD_TORCH_CHECK(all.size() >= 1 && all.size() <= kMaxBuffers, op_, ": ", params ? "params" : "grads",
                     ": wanted 1 to ", kMaxBuffers, " tensors, got ", all.size());
@@ -139,15 +158,32 @@ class OpTensors {
       b.master = b.dtype == kFloat32 ? kMasterOwn : b.dtype == kBFloat16 && split ? kMasterSplit : kMasterFp32;
       if (params) b.param = data((*params)[k], "params" + index, all[k].scalar_type(), {kAny});
       if (grads) b.grad = data((*grads)[k], "grads" + index, all[k].scalar_type(), {kAny});
+      if (params) sizes.params[k] = (*params)[k].numel();
+      if (grads) sizes.grads[k] = (*grads)[k].numel();
     }
+    sizes.buffers = static_cast<int64_t>(all.size());
   }
 
-  void need_master(const FlatBuffer* buffers, size_t count, const MaybeTensor& master) const {
-    for (size_t k = 0; k < count; ++k) {
+  // Fills in `master` and `remainder`, of which the buffers may need one or both.
+  template <class Args>
+  void masters(Args& a, const FlatBuffer* buffers, const MaybeTensor& master, const MaybeTensor& remainder,
+               int64_t numel = 0) {
+    a.master = data<float>(master, "master", ScalarType::Float, {kAny}, numel);
+    a.remainder = data<uint16_t>(remainder, "remainder", ScalarType::Short, {kAny}, numel);
+    for (int64_t k = 0; k < sizes.buffers; ++k) {
       STD_TORCH_CHECK(buffers[k].master != kMasterFp32 || master, op_,
                       ": master: wanted a float32 tensor, since params[", k, "] keeps an fp32 master, got None");
     }
+    sizes.master = master ? master->numel() : 0;
+    sizes.remainder = remainder ? remainder->numel() : 0;
   }
+
+  template <class Args>
+  Op<Args> with(const Args& args) const {
+    return Op<Args>{args, sizes, op_, first_.get_device_index()};
+  }
+
+  TableSizes sizes;  // as far as the functions above have filled it in
 
  private:
   bool on_device(const Tensor& t) const {
@@ -174,51 +210,50 @@ class OpTensors {
   const Tensor& first_;
 };
 
-inline AdamStepArgs adam_step_args(const Tensor& segments, const Tensor& chunk_segment, const Tensor& scalars,
-                                   const std::vector<Tensor>& grads, const std::vector<Tensor>& params,
-                                   const MaybeTensor& master, const MaybeTensor& remainder, const Tensor& exp_avg,
-                                   const Tensor& exp_avg_sq, const MaybeTensor& max_exp_avg_sq) {
-  const OpTensors op("adam_step", segments);
+inline Op<AdamStepArgs> adam_step_args(const Tensor& segments, const Tensor& chunk_segment, const Tensor& scalars,
+                                       const std::vector<Tensor>& grads, const std::vector<Tensor>& params,
+                                       const MaybeTensor& master, const MaybeTensor& remainder, const Tensor& exp_avg,
+                                       const Tensor& exp_avg_sq, const MaybeTensor& max_exp_avg_sq) {
+  OpTensors op("adam_step", segments);
   AdamStepArgs a{};
   a.table = op.table(segments, chunk_segment);
-  a.scalars = op.data<const AdamScalars>(scalars, "scalars", ScalarType::Float, {kAny, 12});
+  a.scalars = op.rows<const AdamScalars>(scalars, "scalars", ScalarType::Float, 12);
+  op.sizes.rows = scalars.size(0);
   op.buffers(a.buffers, &grads, &params, remainder.has_value());
-  a.master = op.data<float>(master, "master", ScalarType::Float, {kAny});
-  a.remainder = op.data<uint16_t>(remainder, "remainder", ScalarType::Short, {kAny});
-  op.need_master(a.buffers, params.size(), master);
+  op.masters(a, a.buffers, master, remainder);
   const int64_t shard = a.table.chunks * kChunk;
   a.exp_avg = op.data<float>(exp_avg, "exp_avg", ScalarType::Float, {kAny}, shard);
   a.exp_avg_sq = op.data<float>(exp_avg_sq, "exp_avg_sq", ScalarType::Float, {kAny}, shard);
   a.max_exp_avg_sq = op.data<float>(max_exp_avg_sq, "max_exp_avg_sq", ScalarType::Float, {kAny});
-  return a;
+  op.sizes.max_exp_avg_sq = max_exp_avg_sq ? max_exp_avg_sq->numel() : 0;
+  return op.with(a);
 }
 
-inline RefreshMastersArgs refresh_masters_args(const Tensor& segments, const Tensor& chunk_segment,
-                                               const std::vector<Tensor>& params, const MaybeTensor& master,
-                                               const MaybeTensor& remainder, const Tensor& edited) {
-  const OpTensors op("refresh_masters", segments);
+inline Op<RefreshMastersArgs> refresh_masters_args(const Tensor& segments, const Tensor& chunk_segment,
+                                                   const std::vector<Tensor>& params, const MaybeTensor& master,
+                                                   const MaybeTensor& remainder, const Tensor& edited) {
+  OpTensors op("refresh_masters", segments);
   RefreshMastersArgs a{};
   a.table = op.table(segments, chunk_segment);
   op.buffers(a.buffers, nullptr, &params, remainder.has_value());
-  a.master = op.data<float>(master, "master", ScalarType::Float, {kAny});
-  a.remainder = op.data<uint16_t>(remainder, "remainder", ScalarType::Short, {kAny});
-  op.need_master(a.buffers, params.size(), master);
+  op.masters(a, a.buffers, master, remainder);
   a.edited = op.data<const uint8_t>(edited, "edited", ScalarType::Byte, {kAny});
-  return a;
+  op.sizes.rows = edited.numel();
+  return op.with(a);
 }
 
-inline GradNormArgs grad_norm_args(const Tensor& segments, const Tensor& chunk_segment,
-                                   const std::vector<Tensor>& grads, const Tensor& norm) {
-  const OpTensors op("grad_norm", segments);
+inline Op<GradNormArgs> grad_norm_args(const Tensor& segments, const Tensor& chunk_segment,
+                                       const std::vector<Tensor>& grads, const Tensor& norm) {
+  OpTensors op("grad_norm", segments);
   GradNormArgs a{};
   a.table = op.table(segments, chunk_segment);
   op.buffers(a.buffers, &grads, nullptr, false);
   a.norm = op.data<int64_t>(norm, "norm", ScalarType::Long, {kNormWords});
-  return a;
+  return op.with(a);
 }
 
-inline SumSlicesArgs sum_slices_args(const Tensor& received, const MaybeTensor& own, int64_t rank, double scale,
-                                     double divisor, const Tensor& out, const MaybeTensor& norm) {
+inline Op<SumSlicesArgs> sum_slices_args(const Tensor& received, const MaybeTensor& own, int64_t rank, double scale,
+                                         double divisor, const Tensor& out, const MaybeTensor& norm) {
   const OpTensors op("sum_slices", received);
   SumSlicesArgs a{};
   a.dtype_in = op.float_type(received, "received");
@@ -238,29 +273,29 @@ inline SumSlicesArgs sum_slices_args(const Tensor& received, const MaybeTensor& 
   a.scale = static_cast<float>(scale);
   a.divisor = static_cast<float>(divisor);
   a.norm = op.data<int64_t>(norm, "norm", ScalarType::Long, {kNormWords});
-  return a;
+  return op.with(a);
 }
 
-inline PackControlArgs pack_control_args(const Tensor& norms, const MaybeTensor& found_inf,
-                                         const MaybeTensor& grad_scale, const Tensor& control) {
+inline Op<PackControlArgs> pack_control_args(const Tensor& norms, const MaybeTensor& found_inf,
+                                             const MaybeTensor& grad_scale, const Tensor& control) {
   const OpTensors op("pack_control", control);
-  return PackControlArgs{op.data<const int64_t>(norms, "norms", ScalarType::Long, {kAny, kNormWords}), norms.size(0),
-                         op.scalar(found_inf, "found_inf"), op.scalar(grad_scale, "grad_scale"),
-                         op.data<int64_t>(control, "control", ScalarType::Long, {kAny}, kControlFlags)};
+  return op.with(PackControlArgs{op.data<const int64_t>(norms, "norms", ScalarType::Long, {kAny, kNormWords}),
+                                 norms.size(0), op.scalar(found_inf, "found_inf"), op.scalar(grad_scale, "grad_scale"),
+                                 op.data<int64_t>(control, "control", ScalarType::Long, {kAny}, kControlFlags)});
 }
 
-inline ClipFactorArgs clip_factor_args(const Tensor& control, const MaybeTensor& grad_scale, double max_norm,
-                                       const Tensor& clip) {
+inline Op<ClipFactorArgs> clip_factor_args(const Tensor& control, const MaybeTensor& grad_scale, double max_norm,
+                                           const Tensor& clip) {
   const OpTensors op("clip_factor", control);
-  return ClipFactorArgs{op.data<const int64_t>(control, "control", ScalarType::Long, {kAny}, kNormWords),
-                        op.scalar(grad_scale, "grad_scale"), max_norm,
-                        op.data<float>(clip, "clip", ScalarType::Float, {2})};
+  return op.with(ClipFactorArgs{op.data<const int64_t>(control, "control", ScalarType::Long, {kAny}, kNormWords),
+                                op.scalar(grad_scale, "grad_scale"), max_norm,
+                                op.data<float>(clip, "clip", ScalarType::Float, {2})});
 }
 
-inline StepControlArgs step_control_args(const Tensor& control, int64_t world, const Tensor& param_group,
-                                         const Tensor& groups, const MaybeTensor& grad_scale, const MaybeTensor& clip,
-                                         bool skip_nonfinite, bool scaled, const Tensor& steps, const Tensor& scalars,
-                                         const Tensor& skipped) {
+inline Op<StepControlArgs> step_control_args(const Tensor& control, int64_t world, const Tensor& param_group,
+                                             const Tensor& groups, const MaybeTensor& grad_scale,
+                                             const MaybeTensor& clip, bool skip_nonfinite, bool scaled,
+                                             const Tensor& steps, const Tensor& scalars, const Tensor& skipped) {
   const OpTensors op("step_control", control);
   StepControlArgs a{};
   a.params = param_group.numel();
@@ -269,6 +304,11 @@ inline StepControlArgs step_control_args(const Tensor& control, int64_t world, c
   a.world = world;
   a.param_group = op.data<const int32_t>(param_group, "param_group", ScalarType::Int, {kAny});
   a.groups = op.data<const GroupOptions>(groups, "groups", ScalarType::Double, {kAny, 8});
+  for (int64_t p = 0; control.is_cpu() && p < a.params; ++p) {
+    STD_TORCH_CHECK(a.param_group[p] >= 0 && a.param_group[p] < groups.size(0),
+                    "step_control: param_group: wanted rows of groups, 0 to ", groups.size(0) - 1, ", got ",
+                    a.param_group[p], " at ", p);
+  }
   a.grad_scale = op.scalar(grad_scale, "grad_scale");
   a.clip = op.data<const float>(clip, "clip", ScalarType::Float, {2});
   a.skip_nonfinite = skip_nonfinite;
@@ -276,26 +316,35 @@ inline StepControlArgs step_control_args(const Tensor& control, int64_t world, c
   a.steps = op.data<int64_t>(steps, "steps", ScalarType::Long, {a.params});
   a.scalars = op.data<AdamScalars>(scalars, "scalars", ScalarType::Float, {a.params, 12});
   a.skipped = op.data<int64_t>(skipped, "skipped", ScalarType::Long, {kSkippedWords});
-  return a;
+  return op.with(a);
 }
 
-inline StreamLimitArgs stream_limit_args(const Tensor& grad, const Tensor& param, const MaybeTensor& master,
-                                         const MaybeTensor& remainder, const Tensor& exp_avg, const Tensor& exp_avg_sq,
-                                         const MaybeTensor& max_exp_avg_sq) {
-  const OpTensors op("stream_limit", grad);
+inline Op<StreamLimitArgs> stream_limit_args(const Tensor& grad, const Tensor& param, const MaybeTensor& master,
+                                             const MaybeTensor& remainder, const Tensor& exp_avg,
+                                             const Tensor& exp_avg_sq, const MaybeTensor& max_exp_avg_sq) {
+  OpTensors op("stream_limit", grad);
   const std::vector<Tensor> grads{grad}, params{param};
   StreamLimitArgs a{};
   op.buffers(&a.buffer, &grads, &params, remainder.has_value());
-  op.need_master(&a.buffer, 1, master);
   a.numel = grad.numel();
   op.data(param, "param", grad.scalar_type(), {kAny}, a.numel);
-  a.master = op.data<float>(master, "master", ScalarType::Float, {kAny}, a.numel);
-  a.remainder = op.data<uint16_t>(remainder, "remainder", ScalarType::Short, {kAny}, a.numel);
+  op.masters(a, &a.buffer, master, remainder, a.numel);
   a.exp_avg = op.data<float>(exp_avg, "exp_avg", ScalarType::Float, {kAny}, a.numel);
   a.exp_avg_sq = op.data<float>(exp_avg_sq, "exp_avg_sq", ScalarType::Float, {kAny}, a.numel);
   a.max_exp_avg_sq = op.data<float>(max_exp_avg_sq, "max_exp_avg_sq", ScalarType::Float, {kAny}, a.numel);
-  return a;
+  return op.with(a);
 }
+
+template <auto args_of, class Backend>
+struct Bound;
+template <class Args, class... P, Op<Args> (*args_of)(P...), class Backend>
+struct Bound<args_of, Backend> {
+  static void call(std::decay_t<P>... p) { Backend::run(args_of(p...)); }
+};
+
+// The op that has the signature of `args_of` and runs on a backend, as the dispatcher takes it.
+template <auto args_of, class Backend>
+constexpr auto bind = TORCH_BOX((&Bound<args_of, Backend>::call));
 
 }  // namespace
 }  // namespace zero1

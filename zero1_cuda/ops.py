@@ -155,7 +155,8 @@ def adam_step(
         exp_avg, exp_avg_sq: float32, at least C * 128 elements; `max_exp_avg_sq`: float32 [*].
 
     Raises:
-        RuntimeError: a tensor has another dtype, shape or device than stated, or (CPU) a table points outside.
+        RuntimeError: a tensor has another dtype, shape or device than stated, or (CPU) a table points outside: rows are
+            looked at as they come up, so other segments may have been updated by then.
     """
     _need_cuda(segments)
     torch.ops.zero1.adam_step(

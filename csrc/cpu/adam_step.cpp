@@ -27,11 +27,12 @@ namespace zero1::cpu {
 
 static void run_at_level(const AdamRun& run) { ZERO1_AT_LEVEL(adam_run, run); }
 
-void adam_step(const AdamStepArgs& args, int64_t chunk_begin, int64_t chunk_end) {
-  for_each_run(args.table, chunk_begin, chunk_end, [&args](const Segment& segment, int64_t offset, int64_t count) {
-    const AdamScalars& scalars = args.scalars[segment.param];
-    if (scalars.flags & kActive) run_at_level(AdamRun{args, segment, scalars, offset, count});
-  });
+int64_t adam_step(const AdamStepArgs& args, const TableSizes& sizes, int64_t chunk_begin, int64_t chunk_end) {
+  return for_each_run(args, sizes, chunk_begin, chunk_end,
+                      [&args](const Segment& segment, int64_t offset, int64_t count) {
+                        const AdamScalars& scalars = args.scalars[segment.param];
+                        if (scalars.flags & kActive) run_at_level(AdamRun{args, segment, scalars, offset, count});
+                      });
 }
 
 }  // namespace zero1::cpu

@@ -15,8 +15,9 @@ static void run_at_level(const FlatBuffer& buffer, int64_t begin, int64_t count,
   ZERO1_AT_LEVEL(norm_run, buffer, begin, count, norm);
 }
 
-void grad_norm(const GradNormArgs& args, int64_t chunk_begin, int64_t chunk_end, int64_t* norm) {
-  for_each_run(args.table, chunk_begin, chunk_end, [&](const Segment& segment, int64_t offset, int64_t count) {
+int64_t grad_norm(const GradNormArgs& args, const TableSizes& sizes, int64_t chunk_begin, int64_t chunk_end,
+                  int64_t* norm) {
+  return for_each_run(args, sizes, chunk_begin, chunk_end, [&](const Segment& segment, int64_t offset, int64_t count) {
     run_at_level(args.buffers[segment.buffer], segment.grad_begin + offset, count, norm);
   });
 }

@@ -22,19 +22,21 @@ void refresh(const T* param, float* master, int64_t count) {
 
 }  // namespace
 
-void refresh_masters(const RefreshMastersArgs& args, int64_t chunk_begin, int64_t chunk_end) {
-  for_each_run(args.table, chunk_begin, chunk_end, [&args](const Segment& segment, int64_t offset, int64_t count) {
-    const FlatBuffer& buffer = args.buffers[segment.buffer];
-    if (!args.edited[segment.param] || buffer.master == kMasterOwn) return;
-    const int64_t at = segment.param_begin + offset, place = segment.master_begin + offset;
-    if (buffer.master == kMasterSplit) {
-      std::fill_n(args.remainder + place, count, uint16_t{0});
-    } else if (buffer.dtype == kFloat16) {
-      refresh(static_cast<const Half*>(buffer.param) + at, args.master + place, count);
-    } else {
-      refresh(static_cast<const BFloat16*>(buffer.param) + at, args.master + place, count);
-    }
-  });
+int64_t refresh_masters(const RefreshMastersArgs& args, const TableSizes& sizes, int64_t chunk_begin,
+                        int64_t chunk_end) {
+  return for_each_run(args, sizes, chunk_begin, chunk_end,
+                      [&args](const Segment& segment, int64_t offset, int64_t count) {
+                        const FlatBuffer& buffer = args.buffers[segment.buffer];
+                        if (!args.edited[segment.param] || buffer.master == kMasterOwn) return;
+                        const int64_t at = segment.param_begin + offset, place = segment.master_begin + offset;
+                        if (buffer.master == kMasterSplit) {
+                          std::fill_n(args.remainder + place, count, uint16_t{0});
+                        } else if (buffer.dtype == kFloat16) {
+                          refresh(static_cast<const Half*>(buffer.param) + at, args.master + place, count);
+                        } else {
+                          refresh(static_cast<const BFloat16*>(buffer.param) + at, args.master + place, count);
+                        }
+                      });
 }
 
 }  // namespace zero1::cpu

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -457,3 +458,58 @@ def test_wrong_arguments_are_named() -> None:
         ops.sum_slices(torch.zeros(1, 4).half(), None, 0, 1.0, 1.0, torch.zeros(4).bfloat16(), None)
     with pytest.raises(ValueError, match="set_cpu_level: name: wanted one of plain"):
         ops.set_cpu_level("quantum")
+
+
+def through_torch(t: Tensor, at: tuple[int, ...], value: int) -> None:
+    t[at] = value
+
+
+def behind_its_back(t: Tensor, at: tuple[int, ...], value: int) -> None:
+    """Without a trace in the tensor's version."""
+    t.numpy()[at] = value
+
+
+@pytest.mark.parametrize("change", [through_torch, behind_its_back])
+@pytest.mark.parametrize(
+    ("row", "column", "value"),
+    [
+        (1, 0, 1 << 40), (1, 0, 513), (0, 1, 10**6), (0, 1, -1), (2, 2, -128), (0, 3, 1 << 62), (1, 4, -1), (2, 5, 512),
+        (2, 6, 3), (0, 6, -1), (1, 7, 3), (1, 7, -1),
+    ],
+)  # fmt: skip
+def test_tables_that_change_after_a_step_are_refused(change: Any, row: int, column: int, value: int) -> None:
+    """Each row is looked at whenever it is used, so nothing has to be remembered of a table that was right before."""
+    case = Case([Param(300), Param(300, torch.bfloat16), Param(300, amsgrad=True)])
+    case.set_group(0)
+    case.step_control(case.control())
+    case.adam_step()
+    change(case.segments, (row, column), value)
+    with pytest.raises(RuntimeError, match=f"adam_step: (segments: .* got row {row} |chunk_segment: .* at {4 * row} )"):
+        case.adam_step()
+    change(case.segments, (row, column), case.rows[row][column])
+    case.adam_step()
+    assert_padding_untouched(case)
+
+
+@pytest.mark.parametrize("change", [through_torch, behind_its_back])
+@pytest.mark.parametrize(("chunk", "value"), [(0, 1), (1, 1), (2, -1), (3, 0), (5, 2), (6, 7), (7, -2), (11, 1 << 30)])
+def test_chunks_that_change_after_a_step_are_refused(change: Any, chunk: int, value: int) -> None:
+    case = Case([Param(300), Param(300, torch.bfloat16), Param(300)])
+    case.set_group(0)
+    case.step_control(case.control())
+    case.adam_step()
+    change(case.chunk_segment, (chunk,), value)
+    with pytest.raises(
+        RuntimeError, match=f"adam_step: chunk_segment: .* got {value} at {chunk} of 12 with 3 segments"
+    ):
+        case.adam_step()
+    assert_padding_untouched(case)
+
+
+def test_the_first_of_many_wrong_chunks_is_named() -> None:
+    """With more chunks than one thread takes."""
+    case = Case([Param(128) for _ in range(1000)])
+    case.chunk_segment[1500::2] = 1000
+    case.chunk_segment[700] = 1001
+    with pytest.raises(RuntimeError, match="got 1001 at 700 of 2000 with 1000 segments"):
+        ops.grad_norm(case.segments, case.chunk_segment, case.grads, torch.zeros(ops.NORM_WORDS, dtype=torch.int64))

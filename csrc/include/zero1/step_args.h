@@ -42,6 +42,17 @@ struct SegmentTable {
   int64_t chunks;
 };
 
+// How many elements each place has that a segment may point to. On the CPU the tables can be looked at, so that a wrong
+// one is an error there and not a write out of bounds.
+struct TableSizes {
+  static constexpr int64_t kUnused = -1;  // the op does not go there
+  int64_t segments = 0, buffers = 0;
+  int64_t grads[kMaxBuffers] = {kUnused, kUnused, kUnused};
+  int64_t params[kMaxBuffers] = {kUnused, kUnused, kUnused};
+  int64_t master = kUnused, remainder = kUnused, max_exp_avg_sq = kUnused;
+  int64_t rows = kUnused;  // of the scalars, or of `edited`
+};
+
 struct FlatBuffer {
   void* param;
   const void* grad;
