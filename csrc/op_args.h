@@ -315,7 +315,9 @@ inline Op<StepControlArgs> step_control_args(const Tensor& control, int64_t worl
   a.scaled = scaled;
   a.steps = op.data<int64_t>(steps, "steps", ScalarType::Long, {a.params});
   a.scalars = op.data<AdamScalars>(scalars, "scalars", ScalarType::Float, {a.params, 12});
-  a.skipped = op.data<int64_t>(skipped, "skipped", ScalarType::Long, {kSkippedWords});
+  // the sticky word may be left out by a caller that looks at every step itself
+  a.skipped = op.data<int64_t>(skipped, "skipped", ScalarType::Long, {kAny}, kSkippedWords - 1);
+  a.stopped = skipped.numel() >= kSkippedWords ? a.skipped + kSkippedWords - 1 : nullptr;
   return op.with(a);
 }
 

@@ -248,7 +248,7 @@ def step_control(
         param_group: int32 [P], rows of `groups`, float64 [G, 8] (struct GroupOptions).
         grad_scale: one float32 or None; `clip`: float32 [2] as `clip_factor` wrote it, or None.
         skip_nonfinite: skip where a gradient is not finite; `scaled`: a loss scaler is at work, so always do.
-        steps: int64 [P]; `scalars`: float32 [P, 12]; `skipped`: int64 [3], how many steps, whether this one, and
+        steps: int64 [P]; `scalars`: float32 [P, 12]; `skipped`: int64 [2 or 3], how many steps, whether this one, and
             whether a step was ever stopped by what the control vector says of the ranks; then nothing else changes.
     """
     _need_cuda(control)

@@ -26,7 +26,7 @@ from shim.host import CSRC, TESTS
 from torch import Tensor
 
 from zero1_cuda import Zero1Adam, Zero1AdamW, reference
-from zero1_cuda.params.buffers import join_master, settle_tie
+from zero1_cuda.params.state import join_master, settle_tie
 
 MOVED = 2 * 0x7F80 // 2  # odd bf16 values of both signs below infinity
 UNUSED = MOVED + 2 * 0x8000 + 2 * 0x7FFF  # pairs that no master has: those ties, beyond infinity, rounded up to zero

@@ -85,6 +85,7 @@ class StepControlArgs(Structure):
     _fields_ = [("control", c_void_p), ("params", c_int64), ("world", c_int64), ("param_group", c_void_p)]
     _fields_ += [("groups", c_void_p), ("grad_scale", c_void_p), ("clip", c_void_p), ("skip_nonfinite", c_bool)]
     _fields_ += [("scaled", c_bool), ("steps", c_void_p), ("scalars", c_void_p), ("skipped", c_void_p)]
+    _fields_ += [("stopped", c_void_p)]
 
 
 def address(t: Tensor | None) -> int | None:
@@ -159,7 +160,7 @@ class Shim:
         self, control, world, param_group, groups, grad_scale, clip, skip_nonfinite, scaled, steps, scalars, skipped
     ) -> None:
         inputs = [address(t) for t in (param_group, groups, grad_scale, clip)]
-        outputs = [address(t) for t in (steps, scalars, skipped)]
+        outputs = [*(address(t) for t in (steps, scalars, skipped)), address(skipped[2:]) if len(skipped) > 2 else None]
         args = StepControlArgs(
             address(control), param_group.numel(), world, *inputs, skip_nonfinite, scaled, *outputs
         )  # fmt: skip

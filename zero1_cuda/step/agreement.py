@@ -189,6 +189,8 @@ def raise_together(grid: ProcessGrid, report: Report) -> None:
         raise kinds.get(faults[0][1], RuntimeError)("; ".join(told))
     differing = []
     for name in own:
+        if not all(name in o for o in reports):  # a rank that was elsewhere has not come so far
+            continue
         values = [o.get(name) for o in reports]
         if name == NUM_BACKWARDS:
             values = [v for v in values if v]

@@ -193,8 +193,10 @@ class StepRunner:
 
     @_disable_dynamo
     def _backward_ended(self) -> None:
-        """While a loss scaler may be at work, ranks tell each other of non-finite gradients after every backward."""
+        """While a loss scaler may be at work, ranks tell each other of non-finite gradients."""
         reducer = self.reducer
+        if not self.reads_on_host:
+            reducer.join()  # nobody waits for it: the stream does, also for a step that alone is captured in a graph
         if not self.maybe_scaled or reducer.displaced or self.order.void:
             return
         expected = self.order.expects(BACKWARD)

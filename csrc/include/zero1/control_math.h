@@ -63,7 +63,7 @@ ZERO1_HD inline void pack_control(const PackControlArgs& a) {
 
 // Whether this step may change anything, and whether it counts as skipped.
 struct StepDecision {
-  bool stop;     // a condition that the host raises as an error: nothing changes but skipped[2]
+  bool stop;     // a condition that the host raises as an error: nothing changes but `stopped`
   bool skipped;  // a non-finite gradient: nothing changes but skipped[0] and [1]
 };
 
@@ -81,7 +81,7 @@ ZERO1_HD inline StepDecision decide_step(const StepControlArgs& a) {
 ZERO1_HD inline void count_step(const StepControlArgs& a, const StepDecision& d) {
   a.skipped[0] += d.skipped;
   a.skipped[1] = d.skipped;
-  a.skipped[2] |= d.stop;  // stays set, so that the host may look at it whenever it likes
+  if (a.stopped) *a.stopped |= d.stop;  // stays set, so that the host may look at it whenever it likes
 }
 
 // Row p of the scalars, and its step count.

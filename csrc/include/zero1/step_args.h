@@ -182,7 +182,8 @@ struct StepControlArgs {
   bool scaled;           // a loss scaler is at work: a non-finite gradient always skips
   int64_t* steps;        // [params]
   AdamScalars* scalars;  // [params]
-  int64_t* skipped;      // [kSkippedWords]: steps skipped in all; whether the last one was; whether any ever stopped
+  int64_t* skipped;      // [2]: steps skipped in all; whether the last one was
+  int64_t* stopped;      // whether any step was ever stopped: the last of kSkippedWords, or null
 };
 
 }  // namespace zero1
