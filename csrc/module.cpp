@@ -45,7 +45,7 @@ py::dict build_info() {
   info["version"] = ZERO1_BUILD_VERSION;
   info["torch"] = ZERO1_BUILD_TORCH;
 #ifdef __clang__
-  info["compiler"] = "clang++ " __clang_version__;
+  info["compiler"] = __VERSION__;  // which says "Clang" itself
 #else
   info["compiler"] = "g++ " __VERSION__;
 #endif

@@ -1,6 +1,6 @@
-// The loops of stream_limit.cpp; see each_level.h. Blocks and prefetches are those of adam_step_loops.h.
+// The loops of stream_limit.cpp; see cpu/each_level.h. Blocks and prefetches are those of cpu/adam_step_loops.h.
 
-#include "prefetch.h"
+#include "cpu/prefetch.h"
 
 constexpr int64_t kBlock = kChunk;
 
