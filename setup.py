@@ -23,8 +23,8 @@ from setuptools.command.build_ext import build_ext
 if int(setuptools.__version__.partition(".")[0]) < 77:  # which does not know the licence field of pyproject.toml
     raise SystemExit(f"zero1_cuda needs setuptools >= 77, got {setuptools.__version__}: pip install -U setuptools")
 
-CPU_SOURCES = ["csrc/bindings.cpp", "csrc/module.cpp", *sorted(str(p) for p in Path("csrc/cpu").glob("*.cpp"))]
-CUDA_SOURCES = ["csrc/bindings_cuda.cpp", *sorted(str(p) for p in Path("csrc/cuda").glob("*.cu"))]
+CPU_SOURCES = ["csrc/bindings.cpp", "csrc/module.cpp", *sorted(map(str, Path("csrc").glob("*/*.cpp")))]
+CUDA_SOURCES = ["csrc/bindings_cuda.cpp", *sorted(map(str, Path("csrc").glob("*/*.cu")))]
 DEFAULT_ARCHS = "8.0 8.6 8.9 9.0 10.0 12.0"  # and PTX of the last for later ones
 TORCH_TARGET = "0x020a000000000000"  # the stable ABI of torch 2.10: what is built loads in every later torch, too
 

@@ -4,6 +4,7 @@
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/accelerator.h>
 
+#include "bench/stream_limit.cuh"
 #include "cuda/launchers.h"
 #include "op_args.h"
 

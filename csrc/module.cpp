@@ -44,7 +44,11 @@ py::dict build_info() {
   py::dict info;
   info["version"] = ZERO1_BUILD_VERSION;
   info["torch"] = ZERO1_BUILD_TORCH;
+#ifdef __clang__
+  info["compiler"] = __VERSION__;  // which says "Clang" itself
+#else
   info["compiler"] = "g++ " __VERSION__;
+#endif
   info["cuda"] = static_cast<bool>(ZERO1_BUILD_CUDA);
   info["cuda_archs"] = ZERO1_BUILD_CUDA_ARCHS;
   info["nvcc"] = ZERO1_BUILD_NVCC;

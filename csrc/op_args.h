@@ -17,6 +17,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "bench/stream_limit.h"
 #include "zero1/step_args.h"
 
 namespace zero1 {

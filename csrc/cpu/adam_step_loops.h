@@ -29,7 +29,7 @@ static void adam_loop(const AdamRun& r) {
     if constexpr (mode == kMasterFp32) prefetch<kBlock>(master + begin);
     if constexpr (mode == kMasterSplit) prefetch<kBlock>(remainder + begin);
     if constexpr (amsgrad) prefetch<kBlock>(max_exp_avg_sq + begin);
-#pragma GCC ivdep
+    ZERO1_INDEPENDENT
     for (int64_t i = begin; i < end; ++i) {
       AdamElement e;
       if constexpr (mode == kMasterOwn) e.master = param[i];

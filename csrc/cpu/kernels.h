@@ -15,7 +15,6 @@ int64_t refresh_masters(const RefreshMastersArgs& args, const TableSizes& sizes,
 int64_t grad_norm(const GradNormArgs& args, const TableSizes& sizes, int64_t chunk_begin, int64_t chunk_end,
                   int64_t* norm);
 void sum_slices(const SumSlicesArgs& args, int64_t chunk_begin, int64_t chunk_end, int64_t* norm);
-void stream_limit(const StreamLimitArgs& args, int64_t chunk_begin, int64_t chunk_end);
 
 void pack_control(const PackControlArgs& args);
 void clip_factor(const ClipFactorArgs& args);

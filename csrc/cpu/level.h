@@ -1,10 +1,17 @@
 // The instruction sets that the CPU loops are compiled for, and the one in use.
 #pragma once
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__x86_64__) && defined(__GNUC__)  // g++ and clang++
 #define ZERO1_WIDE_LEVELS 1
 #else
 #define ZERO1_WIDE_LEVELS 0
+#endif
+
+// Before a loop whose iterations do not depend on each other, though the compiler may not see it.
+#ifdef __clang__
+#define ZERO1_INDEPENDENT _Pragma("clang loop vectorize(assume_safety)")
+#else
+#define ZERO1_INDEPENDENT _Pragma("GCC ivdep")
 #endif
 
 namespace zero1::cpu {

@@ -19,15 +19,15 @@ static void sum_loop(const SumSlicesArgs& args, int64_t begin, int64_t end, int6
       const In* __restrict slice = is_own ? own + at : received + row * args.numel + at;
       prefetch<kBlock>(slice);
       if (rank == 0) {
-#pragma GCC ivdep
+        ZERO1_INDEPENDENT
         for (int64_t i = 0; i < count; ++i) sum[i] = 0.0f + to_float(slice[i]) * scale;  // -0 becomes +0, as any sum's
       } else {
-#pragma GCC ivdep
+        ZERO1_INDEPENDENT
         for (int64_t i = 0; i < count; ++i) sum[i] = sum[i] + to_float(slice[i]) * scale;
       }
     }
     // `out` may be the rank's own slice: by now all of the block has been read
-#pragma GCC ivdep
+    ZERO1_INDEPENDENT
     for (int64_t i = 0; i < count; ++i) {
       sum[i] = canonical(sum[i] / divisor);
       out[at + i] = from_float<Out>(sum[i]);

@@ -14,6 +14,5 @@ cudaError_t launch_sum_slices(const SumSlicesArgs& args, cudaStream_t stream);
 cudaError_t launch_pack_control(const PackControlArgs& args, cudaStream_t stream);
 cudaError_t launch_clip_factor(const ClipFactorArgs& args, cudaStream_t stream);
 cudaError_t launch_step_control(const StepControlArgs& args, cudaStream_t stream);
-cudaError_t launch_stream_limit(const StreamLimitArgs& args, cudaStream_t stream);
 
 }  // namespace zero1

@@ -1,4 +1,4 @@
-"""Builds the kernels of csrc/cuda as C++ and calls their launchers with the arguments of the ops."""
+"""Builds the CUDA kernels of csrc as C++ and calls their launchers with the arguments of the ops."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ OWN, FP32, SPLIT = range(3)  # enum MasterMode
 
 @functools.cache
 def _compiled(flags: tuple[str, ...]) -> bytes:
-    sources = [*sorted((CSRC / "cuda").glob("*.cu")), TESTS / "shim" / "entry.cpp"]
+    sources = [*sorted(CSRC.glob("*/*.cu")), TESTS / "shim" / "entry.cpp"]
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder) / "kernels.so"
         subprocess.run([*COMPILE, *flags, "-x", "c++", *map(str, sources), "-o", str(library)], check=True)

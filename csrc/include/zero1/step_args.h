@@ -71,17 +71,6 @@ struct AdamStepArgs {
   const AdamScalars* scalars;
 };
 
-// The streams of one AdamStepArgs without its tables: one run of `numel` elements that all begin at 0.
-struct StreamLimitArgs {
-  FlatBuffer buffer;
-  float* master;
-  uint16_t* remainder;
-  float* exp_avg;
-  float* exp_avg_sq;
-  float* max_exp_avg_sq;  // null: none
-  int64_t numel;
-};
-
 struct RefreshMastersArgs {
   SegmentTable table;
   FlatBuffer buffers[kMaxBuffers];

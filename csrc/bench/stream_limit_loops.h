@@ -1,6 +1,6 @@
-// The loops of stream_limit.cpp; see each_level.h. Blocks and prefetches are those of adam_step_loops.h.
+// The loops of stream_limit.cpp; see cpu/each_level.h. Blocks and prefetches are those of cpu/adam_step_loops.h.
 
-#include "prefetch.h"
+#include "cpu/prefetch.h"
 
 constexpr int64_t kBlock = kChunk;
 
@@ -24,7 +24,7 @@ static void limit_loop(const StreamLimitArgs& args, int64_t first, int64_t last)
     if constexpr (mode == kMasterFp32) prefetch<kBlock>(master + begin);
     if constexpr (mode == kMasterSplit) prefetch<kBlock>(remainder + begin);
     if constexpr (amsgrad) prefetch<kBlock>(max_exp_avg_sq + begin);
-#pragma GCC ivdep
+    ZERO1_INDEPENDENT
     for (int64_t i = begin; i < end; ++i) {
       exp_avg[i] = exp_avg[i] + to_float(grad[i]);
       exp_avg_sq[i] = exp_avg_sq[i] + kStep;

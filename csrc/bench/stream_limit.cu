@@ -1,7 +1,7 @@
 // The streams of adam_step, without its arithmetic: what the device could do.
 #include <type_traits>
 
-#include "launchers.h"
+#include "stream_limit.cuh"
 #include "zero1/vec.cuh"
 
 namespace zero1 {

@@ -1,11 +1,11 @@
 // stream_limit on the CPU: what adam_step reads and writes, without its arithmetic.
+#include "stream_limit.h"
+
 #include <algorithm>
 #include <cstdint>
 
-#include "kernels.h"
-
-#define ZERO1_LOOPS "stream_limit_loops.h"
-#include "each_level.h"
+#define ZERO1_LOOPS "bench/stream_limit_loops.h"
+#include "cpu/each_level.h"
 
 namespace zero1::cpu {
 
