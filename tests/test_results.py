@@ -19,6 +19,7 @@ SCRIPTS = {
     "collectives": ["--numel", "65536"],
     "checkpoint": ["--mb", "26", "--rounds", "1"],
     "cost": ["--ranks", "2", "--numel", "1048576"],
+    "host_time": ["--params", "20", "--steps", "3"],
     "long_run": ["--steps", "2"],
     "numerics": ["--elements", "1000", "--steps", "2", "--path-elements", "100"],
     "step": ["--width", "64", "--layers", "2", "--steps", "1"],

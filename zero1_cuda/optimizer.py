@@ -1,4 +1,7 @@
-"""`Zero1AdamW` and `Zero1Adam`: the torch.optim.Optimizer face of the package."""
+"""`Zero1AdamW` and `Zero1Adam`: the torch.optim.Optimizer face of the package.
+
+Long by its docstrings and by the one list of arguments; every method hands over in a few lines.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """This rank's shard of the optimizer state of one set of parameters: moments, masters, and the tables that map them.
 
-State is addressed by parameter (its number k in the set) and element, never by a place in a padded buffer.
+State is addressed by parameter (its number k in the set) and element, never by a place in a padded buffer: whoever
+saves, loads or reports state asks here, and nobody else knows where anything lies. Hence the length of this file.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
 """One step: reduce -> agree -> control -> adam_step -> gather.
 
+One file, though a long one: these five in this order are the method, and what stands around them (hooks before, state
+after) holds no logic of its own.
+
 The runner belongs to one optimizer and is the only one that knows all the others: it owns the hooks of parameters, asks
 the registry what has changed, and tells the reducer. All that changes lives here and not in attributes of the
 optimizer: wrapper classes copy those, and what a method rebinds on a copy is lost.
