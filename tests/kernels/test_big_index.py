@@ -229,7 +229,7 @@ def test_the_layout() -> None:
     assert layout.flat_numel[torch.bfloat16] >= 2 * padded
     held = {0: 0, 1: 0}
     for rank in range(3):
-        pieces = list(layout.pieces(rank))
+        pieces = list(layout.segments(rank))
         table = layout.chunk_segments(pieces)
         assert table.numel() == layout.shard_numel // ops.CHUNK
         for s, piece in enumerate(pieces):

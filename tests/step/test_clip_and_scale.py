@@ -55,6 +55,7 @@ def clipped(rank, world, dtype, how, options):
     plain.check(opt, params)
 
 
+@pytest.mark.usefixtures("both_ways")
 @DTYPES
 @pytest.mark.parametrize("how", ["max_grad_norm", "clip_grad_norm_"])
 def test_clipping_is_torch_s(dtype, how):
@@ -95,6 +96,7 @@ def which_clip_counts(rank, world):
     plain.check(opt, params)
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_which_clip_counts():
     run(2, which_clip_counts)
     which_clip_counts(0, 1)
@@ -139,6 +141,7 @@ def clipped_with_scale(rank, world, dtype):
     plain.check(opt, params)
 
 
+@pytest.mark.usefixtures("both_ways")
 @DTYPES
 def test_clipping_of_scaled_gradients(dtype):
     run(2, clipped_with_scale, dtype)
@@ -169,6 +172,7 @@ def infinite_norm(rank, world):
     plain.check(opt, params)
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_an_infinite_norm_damages_nothing():
     run(2, infinite_norm)
 
@@ -222,6 +226,7 @@ def overflow(rank, world, dtype, options, where, late):
     plain.check(opt, params)
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("late", [False, True])
 @DTYPES
 def test_a_non_finite_gradient_of_one_rank_skips_the_step(dtype, late):
@@ -246,6 +251,7 @@ def not_skipped(rank, world):
     assert int(torch.cat([p.detach().view(-1) for p in params]).isnan().sum()) == 1
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_skip_nonfinite_false_does_as_torch():
     run(2, not_skipped)
 
@@ -288,6 +294,7 @@ SCALERS = {
 }
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("kind", SCALERS)
 @DTYPES
 def test_a_scaler_changes_no_number(kind, dtype):
@@ -297,6 +304,7 @@ def test_a_scaler_changes_no_number(kind, dtype):
     run(2, scaled, dtype, SCALERS[kind], {"max_grad_norm": 1.0}, False, 1.0)
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("dtype", [FP32, BF16], ids=str)
 @pytest.mark.parametrize("options", [{}, {"overlap_reduce": False}], ids=str)
 def test_unscale_then_clip(dtype, options):
@@ -370,6 +378,7 @@ def overflow_under_scaler(rank, world, dtype, options, unscale, micro, when):
     return scales
 
 
+@pytest.mark.usefixtures("both_ways")
 @pytest.mark.parametrize("when", [0, 2])
 @pytest.mark.parametrize("micro", [1, 2])
 @pytest.mark.parametrize("unscale", [False, True])
@@ -451,6 +460,7 @@ def with_and_without(rank, world):
     plain.check(opt, params)
 
 
+@pytest.mark.usefixtures("both_ways")
 def test_a_scaler_may_come_and_go():
     run(2, with_and_without)
 

@@ -81,7 +81,7 @@ def _table_bytes(layout: Layout) -> int:
     per_param = 8 + 4 * ops.SCALAR_WORDS + 4  # step count, scalars, group
     norms = (len(layout.buckets) + 1) * 8 * ops.NORM_WORDS
     chunks = layout.shard_numel // ops.CHUNK * 4
-    skipped = 2 * 8
+    skipped = ops.SKIPPED_WORDS * 8
     group = 8 * ops.GROUP_WORDS
     return (
         _most_pieces(layout) * 8 * ops.SEGMENT_WORDS + chunks + len(layout.specs) * per_param + norms + skipped + group
