@@ -6,7 +6,7 @@ import ctypes
 import functools
 import subprocess
 import tempfile
-from ctypes import POINTER, Structure, byref, c_bool, c_double, c_float, c_int, c_int32, c_int64, c_void_p
+from ctypes import POINTER, Structure, byref, c_double, c_float, c_int, c_int32, c_int64, c_void_p
 from pathlib import Path
 
 import torch
@@ -83,8 +83,8 @@ class ClipFactorArgs(Structure):
 
 class StepControlArgs(Structure):
     _fields_ = [("control", c_void_p), ("params", c_int64), ("world", c_int64), ("param_group", c_void_p)]
-    _fields_ += [("groups", c_void_p), ("grad_scale", c_void_p), ("clip", c_void_p), ("skip_nonfinite", c_bool)]
-    _fields_ += [("scaled", c_bool), ("steps", c_void_p), ("scalars", c_void_p), ("skipped", c_void_p)]
+    _fields_ += [("groups", c_void_p), ("grad_scale", c_void_p), ("clip", c_void_p), ("skip_nonfinite", c_int32)]
+    _fields_ += [("scaled", c_int32), ("steps", c_void_p), ("scalars", c_void_p), ("skipped", c_void_p)]
     _fields_ += [("stopped", c_void_p)]
 
 

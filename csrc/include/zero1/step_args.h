@@ -167,12 +167,12 @@ struct StepControlArgs {
   const GroupOptions* groups;
   const float* grad_scale;  // null: 1
   const float* clip;        // [2] as clip_factor wrote it; null: no clipping
-  bool skip_nonfinite;
-  bool scaled;           // a loss scaler is at work: a non-finite gradient always skips
-  int64_t* steps;        // [params]
-  AdamScalars* scalars;  // [params]
-  int64_t* skipped;      // [2]: steps skipped in all; whether the last one was
-  int64_t* stopped;      // whether any step was ever stopped: the last of kSkippedWords, or null
+  int32_t skip_nonfinite;   // 32 bits each: no padding whose bytes nobody has written
+  int32_t scaled;           // a loss scaler is at work: a non-finite gradient always skips
+  int64_t* steps;           // [params]
+  AdamScalars* scalars;     // [params]
+  int64_t* skipped;         // [2]: steps skipped in all; whether the last one was
+  int64_t* stopped;         // whether any step was ever stopped: the last of kSkippedWords, or null
 };
 
 }  // namespace zero1
