@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 import torch.distributed as dist
+from helpers import ranks
 from helpers.ranks import Plain, backward, backward_of, digest, equal_on_all_ranks, exact, run, snapshot, weights
 from torch import nn
 from torch.amp import GradScaler
@@ -226,10 +227,11 @@ def overflow(rank, world, dtype, options, where, late):
     plain.check(opt, params)
 
 
-@pytest.mark.usefixtures("both_ways")
-@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize(("late", "deferred"), [(False, False), (True, False), (True, True)])
 @DTYPES
-def test_a_non_finite_gradient_of_one_rank_skips_the_step(dtype, late):
+def test_a_non_finite_gradient_of_one_rank_skips_the_step(dtype, late, deferred, monkeypatch):
+    # (deferred, a change by hand on one rank only is an error: test_deferred.py)
+    monkeypatch.setattr(ranks, "deferred", deferred)
     run(2, overflow, dtype, {}, 1, late)
     run(2, overflow, dtype, {"overlap_reduce": False}, 0, late)
     overflow(0, 1, dtype, {}, 0, late)
