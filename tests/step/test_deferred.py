@@ -274,6 +274,49 @@ def test_gradients_changed_on_one_rank():
         assert "changed after backward" in text
 
 
+# -- weights edited on one rank ----------------------------------------------------------------------------------------
+
+
+def edited_on_one(rank, world, moved):
+    """Edits of every weight on rank 1, in place or by other storage: not taken up, and sent to nobody."""
+    t = Training(rank, torch.bfloat16)
+    for k in range(2):
+        t.good(k)
+    before = held(t.opt, t.params)
+    backward_of(t.params, rank, 9)
+    kept = [p.detach().clone() for p in t.params]
+    if rank == 1:
+        for p in t.params:
+            if moved:
+                p.data = p.data * 2.0
+            else:
+                p.detach().mul_(2.0)
+    t.opt.step()
+    after = held(t.opt, t.params)
+    assert rank == 1 or unchanged(before, after)
+    assert unchanged(before[len(kept) :], after[len(kept) :])
+    if moved:
+        for p, old in zip(t.params, kept, strict=True):
+            p.data = old.clone()  # on all ranks
+    t.opt.zero_grad()
+    backward_of(t.params, rank, 9)
+    told = caught(t.opt.step)
+    t.opt.zero_grad()
+    assert all(torch.equal(p, old) for p, old in zip(t.params, kept, strict=True))
+    for k in range(2, 5):
+        t.good(k)
+    t.check()
+    return told
+
+
+@pytest.mark.parametrize("moved", [False, True])
+def test_weights_edited_on_one_rank(moved):
+    for kind, text in run(2, edited_on_one, moved):
+        assert kind == "RuntimeError"
+        assert "edited weights (rank 0: []" in text
+        assert "'w3'" in text
+
+
 # -- the sticky word --------------------------------------------------------------------------------------------------
 
 
