@@ -3,7 +3,9 @@ update."""
 
 from __future__ import annotations
 
+import datetime
 import json
+import re
 import sys
 from pathlib import Path
 
@@ -74,6 +76,9 @@ def test_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert cli.main(["bench", *options, "--iterations", "2", "--cpu-level", "plain", "--json", str(path)]) == 0
     assert ops.cpu_level() == level
     result = json.loads(path.read_text())
+    assert result["command"].startswith("python -m zero1_cuda")
+    assert re.fullmatch(r"[0-9a-f]{40}|none", result["commit"])
+    assert datetime.datetime.fromisoformat(result["date"]).tzinfo is not None
     assert result["cpu_level"] == "plain"
     assert result["device_type"] == "cpu"
     assert result["threads"] == torch.get_num_threads()

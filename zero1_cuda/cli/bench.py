@@ -17,6 +17,7 @@ last-level cache is overwritten where the streams could still be in it. Clipping
 from __future__ import annotations
 
 import argparse
+import datetime
 import gc
 import importlib
 import importlib.metadata
@@ -24,6 +25,8 @@ import json
 import math
 import os
 import platform
+import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -339,6 +342,24 @@ def versions() -> dict[str, str]:
     return {**found, "built": f"torch {ops.build_info()['torch']}, {ops.build_info()['compiler']}"}
 
 
+def origin() -> dict[str, str]:
+    """What made a result: the command, the commit of the sources ("none" where they are no clone), the date."""
+    file = Path(__file__)
+
+    def git(*arguments: str) -> str:
+        command = ["git", "-C", str(file.parent), *arguments]
+        return subprocess.run(command, check=True, capture_output=True, text=True, timeout=30).stdout.strip()
+
+    try:
+        git("ls-files", "--error-unmatch", file.name)  # an installed package may lie inside of another clone
+        commit = git("rev-parse", "HEAD")
+    except (OSError, subprocess.SubprocessError):
+        commit = "none"
+    now = datetime.datetime.now(datetime.timezone.utc)
+    command = shlex.join(["python", "-m", "zero1_cuda", *sys.argv[1:]])
+    return {"command": command, "commit": commit, "date": now.isoformat(timespec="seconds")}
+
+
 def device_name(device: str) -> str:
     """As the machine calls it."""
     if device == "cuda":
@@ -475,7 +496,7 @@ def main(args: argparse.Namespace) -> int:
         sizes = args.sizes or (QUICK_SIZES if args.quick else SIZES)
         result = run(sizes, args.dtypes, args.variants, args.device, args.iterations, args.compile)
         if args.json:
-            Path(args.json).write_text(json.dumps(result, indent=1) + "\n")
+            Path(args.json).write_text(json.dumps({**origin(), **result}, indent=1) + "\n")
         if args.plot:
             plot(result, args.plot)
     except ModuleNotFoundError as error:
