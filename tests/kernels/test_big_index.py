@@ -331,6 +331,7 @@ NARROW = {
     "inside a vector, a warp, a block or a chunk": "i n at count count_of half lane lane_begin chunk_lanes distance "
     "kPerThread kThreads kThreadsPerChunk kChunksPerBlock kFullWarp kWords",
     "rows of a table of parameters": "row index",
+    "flags": "skip_nonfinite scaled",
     "of the machine": "device multiprocessors",
 }
 # and every cast to one that is not of bits
