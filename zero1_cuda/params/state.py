@@ -124,11 +124,6 @@ class ShardState:
     def has_state(self) -> bool:
         return self.exp_avg is not None
 
-    @property
-    def has_masters(self) -> bool:
-        """Whether every weight can be made again from a master that is kept apart from it."""
-        return all(self._mode(d) == "fp32" for d in self.dtypes)
-
     def planned_bytes(self) -> int:
         """Bytes that `make_state` allocates."""
         return 8 * self.layout.shard_numel + 4 * self._numel("fp32") + 2 * self._numel("split") + 4 * self.max_numel
