@@ -9,7 +9,7 @@ import contextlib
 import types
 import zlib
 from collections.abc import Callable, Iterator
-from functools import partial
+from dataclasses import fields
 from typing import Any, TypeVar
 
 import torch
@@ -25,6 +25,10 @@ from .memory.report import memory_report
 from .step.runner import StepRunner
 
 F = TypeVar("F", bound=Callable[..., Any])
+
+GROUP_OPTIONS = (  # as torch.optim.AdamW has them
+    "lr", "betas", "eps", "weight_decay", "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused",
+)  # fmt: skip
 
 
 def _with_default(function: F, **changed: Any) -> F:
@@ -102,37 +106,12 @@ class Zero1AdamW(Optimizer):
         overlap_gather: torch.nn.Module | None = None,
         reduce_in_fp32: bool | None = None,
     ) -> None:
-        options = {
-            "lr": lr,
-            "betas": betas,
-            "eps": eps,
-            "weight_decay": weight_decay,
-            "amsgrad": amsgrad,
-            "maximize": maximize,
-            "foreach": foreach,
-            "capturable": capturable,
-            "differentiable": differentiable,
-            "fused": fused,
-            "decoupled_weight_decay": self._decoupled,
-        }
-        config = partial(
-            Config,
-            decoupled=self._decoupled,
-            capturable=capturable,
-            process_group=process_group,
-            replicate_group=replicate_group,
-            max_grad_norm=max_grad_norm,
-            skip_nonfinite=skip_nonfinite,
-            master_weights=master_weights,
-            bucket_cap_mb=bucket_cap_mb,
-            overlap_reduce=overlap_reduce,
-            overlap_gather=overlap_gather,
-            reduce_in_fp32=reduce_in_fp32,
-        )
+        given = locals()
+        options = {name: given[name] for name in GROUP_OPTIONS} | {"decoupled_weight_decay": self._decoupled}
         grid = ProcessGrid(process_group, replicate_group)
         error: Exception | None = None
         try:
-            made = config()
+            config = Config(self._decoupled, **{f.name: given[f.name] for f in fields(Config) if f.name in given})
             check_options(options)
             if differentiable:
                 raise ValueError("differentiable=True: autograd through the fused step is not supported")
@@ -144,7 +123,7 @@ class Zero1AdamW(Optimizer):
         everything = [p for group in self.param_groups for p in group["params"]]
         if all(p.device.type != "meta" for p in everything):
             grid.broadcast_params(everything)
-        self._runner = StepRunner(self.param_groups, self.state, made, grid)
+        self._runner = StepRunner(self.param_groups, self.state, config, grid)
 
     # -- a step ----------------------------------------------------------------------------------------------------
 
@@ -347,12 +326,10 @@ class Zero1AdamW(Optimizer):
     def consolidate_state_dict(self, to: int = 0) -> None:
         """Collective: afterwards state_dict() on rank `to` of process_group is the whole state in torch's form, until
         the next step, load or add_param_group."""
-        runner = self._runner
-        last = runner.grid.world_size - 1
+        last = self._runner.grid.world_size - 1
         if not 0 <= to <= last:
             raise ValueError(f"to: a rank of process_group, 0 to {last}, wanted, got {to}")
-        whole = self._whole(to)
-        runner.consolidate(whole)
+        self._runner.consolidate(self._whole(to))
 
     def full_param_state(self, p: Tensor) -> dict[str, Tensor]:
         """Collective: ``{"master", "exp_avg", "exp_avg_sq", "step"[, "max_exp_avg_sq"]}`` of one parameter, whole.
@@ -364,20 +341,14 @@ class Zero1AdamW(Optimizer):
         >>> Zero1AdamW([p]).full_param_state(p)["master"]
         tensor([1., 1.])
         """
-        runner = self._runner
-        runner.prepare()
         with torch.no_grad():
-            runner.take_up_edits()
-            out = save.param_state(runner, p)
+            out = save.param_state(self._runner.with_edits(), p)
         assert out is not None
         return out
 
     def _whole(self, to: int | None) -> dict[str, Any]:
-        runner = self._runner
-        runner.prepare()
         with torch.no_grad():
-            runner.take_up_edits()
-            return save.whole_state_dict(runner, to)
+            return save.whole_state_dict(self._runner.with_edits(), to)
 
     def memory_report(self) -> dict[str, int]:
         """Bytes on this rank: params, grads, state, buffers, total (their sum), padding (part of them), predicted.

@@ -59,9 +59,6 @@ class LastStep:
         stopped |= words[ops.CONTROL_IN_BACKWARD] > 0 or words[ops.CONTROL_IN_CLIP] > 0
         return self._agreement.report if stopped else None
 
-    def _replay_stopped(self, skipped: Tensor) -> bool:
-        return self._captured and bool(skipped[2])
-
     def stopped(self, grid: ProcessGrid, skipped: Tensor) -> bool:
         """Whether the last step, or a replay since then, has been stopped."""
         return can_look(skipped) and (self._report(grid) is not None or (self._captured and bool(skipped[2])))

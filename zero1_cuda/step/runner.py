@@ -388,7 +388,7 @@ class StepRunner:
                 state.add_norm(row)
 
     def _reduce_more(self, call: Call, modified: set[int]) -> None:
-        """Reduces modified buckets again, and what is new or has waited for the agreement for the first time."""
+        """Modified buckets again; what is new or has waited for the agreement for the first time."""
         self.reducer.reduce_again(modified)
         if call.new:
             self._watch(self.registry.add_trainable(call.new))
@@ -440,19 +440,9 @@ class StepRunner:
         else:
             self.registry.refresh_masters_of(call.edited)
         self.registry.mark_versions(call.edited)
-        ops.step_control(
-            agreement.control,
-            self.grid.num_ranks,
-            self.param_group,
-            self.hyperparams.table,
-            call.grad_scale,
-            clip,
-            self.config.skip_nonfinite,
-            call.scaled,
-            self.steps,
-            self.scalars,
-            self.skipped,
-        )
+        summed = (agreement.control, self.grid.num_ranks, self.param_group, self.hyperparams.table)
+        how = (call.grad_scale, clip, self.config.skip_nonfinite, call.scaled)
+        ops.step_control(*summed, *how, self.steps, self.scalars, self.skipped)
 
     def _clip_factor(self, agreement: Agreement, max_norm: float, grad_scale: Tensor | None) -> Tensor:
         clip = torch.zeros(2, dtype=torch.float32, device=agreement.control.device)
@@ -536,10 +526,15 @@ class StepRunner:
         registry.refresh_masters_of(registry.edited())
         self.ensure_state()
 
-    def refresh_masters(self) -> None:
-        """Masters := weights wherever they differ, whether an edit was noticed or not."""
+    def with_edits(self) -> StepRunner:
+        """The runner, when parameters are complete and laid out and masters have followed them."""
         self.prepare()
         self.take_up_edits()
+        return self
+
+    def refresh_masters(self) -> None:
+        """Masters := weights wherever they differ, whether an edit was noticed or not."""
+        self.with_edits()
         self.registry.refresh_masters_of(list(range(len(self.registry.params))))
 
     def loaded(self) -> None:
