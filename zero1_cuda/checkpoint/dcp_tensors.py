@@ -143,7 +143,7 @@ class FlatShard(_DcpTensor):
 
     def _writable(self) -> Tensor:
         if not self._apart:  # on the CPU: files are read there, and a GPU may be full
-            self.local, self._apart = torch.empty(self.local.shape, dtype=self.dtype), True
+            self.local, self._apart = torch.empty(self.local.shape, dtype=self.dtype, device="cpu"), True
         return self.local
 
     def _like(self, local: Tensor) -> FlatShard:
@@ -183,7 +183,7 @@ class StepShard(_DcpTensor):
         return self.count.to("cpu", torch.float32)
 
     def _writable(self) -> Tensor:
-        self.count = torch.zeros(())
+        self.count = torch.zeros((), device="cpu")
         return self.count
 
     def _like(self, local: Tensor) -> StepShard:
@@ -194,7 +194,7 @@ class StepShard(_DcpTensor):
 
     def marked(self) -> Tensor:
         """int64 [MARK_WORDS]: step, rank, world_size, lo, hi, numel."""
-        return torch.tensor([int(self.count), *self.mark], dtype=torch.int64)
+        return torch.tensor([int(self.count), *self.mark], dtype=torch.int64, device="cpu")
 
     def item(self) -> float:
         return float(self.count)

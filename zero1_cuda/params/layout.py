@@ -143,7 +143,7 @@ class Layout:
             at = chunk + counts[-1]
         ids.append(-1)
         counts.append(self.shard_numel // CHUNK - at)
-        return torch.repeat_interleave(torch.tensor(ids, dtype=torch.int32), torch.tensor(counts))
+        return torch.repeat_interleave(*(torch.tensor(t, dtype=torch.int32, device="cpu") for t in (ids, counts)))
 
     @property
     def padding(self) -> dict[torch.dtype, int]:

@@ -61,7 +61,7 @@ class ShardState:
         self.amsgrad = [False] * len(self.params)
         self.max_begin: dict[int, int] = {}
         self.chunk_segment = self.layout.chunk_segments(self.segments).to(self.device)
-        self.table = torch.empty(0)
+        self.table = torch.empty(0, device="cpu")
         self.set_amsgrad(amsgrad)
 
     # -- tables ----------------------------------------------------------------------------------------------------
@@ -84,7 +84,8 @@ class ShardState:
                 new[self.max_begin[k] : self.max_begin[k] + n].copy_(old[begin : begin + n])
             self.max_exp_avg_sq = new
         rows = [self._row(segment) for segment in self.segments]
-        self.table = torch.tensor(rows, dtype=torch.int64).reshape(-1, ops.SEGMENT_WORDS).to(self.device)
+        table = torch.tensor(rows, dtype=torch.int64, device="cpu")
+        self.table = table.reshape(-1, ops.SEGMENT_WORDS).to(self.device)
 
     def _row(self, s: Segment) -> tuple[int, ...]:
         """struct Segment of step_args.h."""

@@ -20,7 +20,7 @@ class Hyperparams:
     def __init__(self, groups: list[dict[str, Any]], decoupled: bool, capturable: bool) -> None:
         self.groups, self.decoupled, self.capturable = groups, decoupled, capturable
         self.rows: list[Row] = []
-        self.table = torch.empty(0, ops.GROUP_WORDS, dtype=torch.float64)
+        self.table = torch.empty(0, ops.GROUP_WORDS, dtype=torch.float64, device="cpu")
 
     def update(self, device: torch.device) -> bool:
         """Reads the live groups; -> whether anything has changed."""
@@ -29,7 +29,7 @@ class Hyperparams:
             return False
         self.rows = rows
         packed = bytearray(b"".join(struct.pack("<5d3q", *row) for row in rows))
-        table = torch.frombuffer(packed, dtype=torch.float64) if rows else torch.empty(0, dtype=torch.float64)
+        table = torch.frombuffer(packed, dtype=torch.float64) if rows else self.table.new_empty(0, device="cpu")
         # A fresh pageable copy each time: a reused pinned one could be overwritten before it is read.
         self.table = table.reshape(-1, ops.GROUP_WORDS).to(device, non_blocking=True)
         return True
