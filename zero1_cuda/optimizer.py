@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import types
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any, TypeVar
 
@@ -119,8 +119,9 @@ class Zero1AdamW(Optimizer):
             check_groups(self.param_groups)
         except Exception as e:
             error = e
+        everything = [p for group in self.param_groups for p in group["params"]] if error is None else []
+        grid.use_device(next((p.device for p in everything), torch.device("cpu")))
         _agree_on_parameters(grid, self.param_groups if error is None else [], error)
-        everything = [p for group in self.param_groups for p in group["params"]]
         if all(p.device.type != "meta" for p in everything):
             grid.broadcast_params(everything)
         self._runner = StepRunner(self.param_groups, self.state, config, grid)
@@ -162,8 +163,7 @@ class Zero1AdamW(Optimizer):
         super().zero_grad(set_to_none=set_to_none)
         self._runner.zeroed()
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
+    def no_sync(self) -> contextlib.AbstractContextManager[None]:
         """Inside, backward accumulates gradients locally and sends nothing.
 
         >>> model = torch.nn.Linear(2, 1)
@@ -174,8 +174,7 @@ class Zero1AdamW(Optimizer):
         >>> model.weight.grad
         tensor([[2., 2.]])
         """
-        with self._runner.no_sync():
-            yield
+        return self._runner.no_sync()
 
     def clip_grad_norm_(self, max_norm: float, *, grad_scale: Tensor | float | None = None) -> Tensor:
         """Collective: the global norm of the averaged gradients; the next step multiplies them by
@@ -196,9 +195,8 @@ class Zero1AdamW(Optimizer):
         """
         if not float(max_norm) >= 0.0:
             raise ValueError(f"max_norm: at least 0 wanted, got {max_norm!r}")
-        scale = None if grad_scale is None else torch.as_tensor(grad_scale).detach().reshape(())
         with torch.no_grad():
-            return self._runner.clip_grad_norm(float(max_norm), scale)
+            return self._runner.clip_grad_norm(float(max_norm), grad_scale)
 
     @property
     def grad_norm(self) -> Tensor | None:

@@ -392,6 +392,36 @@ def test_an_overflow_on_one_rank_skips_all_and_scales_stay_equal(unscale, micro,
     assert run(3, overflow_under_scaler, FP32, {}, unscale, micro, when) == [wanted] * 3
 
 
+def one_without_gradient_after_overflow(rank, world, options):
+    """A parameter's gradient overflows; in the next cycle that parameter takes no part."""
+    params, plain, opt = pair(FP32, **options)
+    scaler = GradScaler("cpu", init_scale=8.0, growth_interval=10**9)
+    for k in range(3):
+        grads = [exact(p.shape, rank, k, i, ranks=world) for i, p in enumerate(params)]
+        if k == 1:
+            grads[3][17] = float("inf")
+        elif k == 2:
+            grads[3] = None
+        loss = sum((p * g).sum() for p, g in zip(params, grads, strict=True) if g is not None)
+        scaler.scale(loss).backward()
+        scaler.step(opt)
+        scaler.update()
+        assert bool(opt.step_skipped) == (k == 1)
+        if k != 1:
+            backward(plain.params, grads)
+            plain.step()
+        opt.zero_grad()
+        plain.zero_grad()
+    plain.check(opt, params)
+    return scaler.get_scale()
+
+
+@pytest.mark.usefixtures("both_ways")
+@pytest.mark.parametrize("options", [{}, {"overlap_reduce": False}, {"reduce_in_fp32": False}], ids=str)
+def test_an_overflow_does_not_outlive_its_cycle(options):
+    assert run(2, one_without_gradient_after_overflow, options) == [4.0] * 2
+
+
 def first_scale_is_too_large(rank, world):
     """The usual start: fp16 and a scale of 65536 that overflows a few times, on one rank only."""
     p = nn.Parameter(torch.zeros(500, dtype=FP16))

@@ -151,6 +151,43 @@ def test_clipping_that_begins_on_all_ranks_is_no_fault():
         assert told == [("", "")] * 5
 
 
+def clip_by(rank, world, differing, steps, scaler):
+    """All clip, rank 1 by another bound or another scale; scaler: step() is handed a scale of its own, equal on all."""
+    t = Training(rank, torch.bfloat16)
+    given = torch.tensor([2.0]) if scaler else None
+
+    def cycle(max_norm, scale):
+        backward_of(t.params, rank, 9)
+        t.opt.grad_scale = given
+        error = caught(t.opt.clip_grad_norm_, max_norm, grad_scale=scale)
+        error = error if error[0] else caught(t.opt.step)
+        t.opt.zero_grad()
+        return error
+
+    for _ in range(steps):
+        assert cycle(1.0, torch.tensor(2.0)) == ("", "")
+    before = held(t.opt, t.params)
+    max_norm, scale = differing if rank == 1 else (1.0, 2.0)
+    told = [cycle(max_norm, torch.tensor(scale))]
+    if steps:
+        assert unchanged(before, held(t.opt, t.params)), "something changed"
+    told.append(cycle(1.0, torch.tensor(2.0)))
+    assert cycle(1.0, torch.tensor(2.0)) == ("", "")
+    assert not unchanged(before, held(t.opt, t.params)), "nothing is stepped any more"
+    equal_on_all_ranks(t.params)
+    return told
+
+
+@pytest.mark.parametrize("scaler", [False, True])
+@pytest.mark.parametrize("steps", [0, 2])
+@pytest.mark.parametrize("differing", [(1.5, 2.0), (1.0, 3.0)], ids=["max_norm", "grad_scale"])
+def test_all_must_clip_by_the_same_numbers(differing, steps, scaler):
+    for told in run(2, clip_by, differing, steps, scaler):
+        assert told[steps > 0][0] == "RuntimeError"
+        assert ("clipping" if differing[0] != 1.0 else "scale") in told[steps > 0][1]
+        assert told[steps == 0] == ("", "")
+
+
 # -- loss scaling -----------------------------------------------------------------------------------------------------
 
 

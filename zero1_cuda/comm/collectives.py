@@ -32,7 +32,7 @@ class Pending(Protocol):
 
 
 class _Gather:
-    """An all-gather on its way, and the tensor that must outlive it."""
+    """An all-gather on its way, and the tensor that must outlive it. On CUDA several streams may wait for it."""
 
     def __init__(self, works: Sequence[Any], bucket: Tensor) -> None:
         self.works, self.bucket = list(works), bucket
@@ -41,7 +41,6 @@ class _Gather:
         with ops.profiled("zero1.all_gather"):
             for work in self.works:
                 work.wait()
-        self.works = []
 
 
 class Scratch:
@@ -58,7 +57,10 @@ class Scratch:
         return torch.empty(nbytes, dtype=torch.uint8, device=device)
 
     def give(self, t: Tensor) -> None:
-        self.free.append(t)
+        if t.is_cuda:  # taken and used on streams that may differ: torch's allocator knows when it is free again
+            t.record_stream(torch.cuda.current_stream(t.device))
+        else:
+            self.free.append(t)
 
     def clear(self) -> None:
         self.free.clear()

@@ -6,6 +6,7 @@ that hold the same shard).
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -51,6 +52,7 @@ class ProcessGrid:
         if self.num_ranks > MAX_RANKS:
             raise ValueError(f"process_group and replicate_group: at most {MAX_RANKS} ranks, got {self.num_ranks}")
         self.is_single = self.num_ranks == 1
+        self._params_on = torch.device("cpu")
 
     def groups(self) -> list[Any]:
         """The groups that hold more than this rank, in the order in which a grid-wide operation visits them."""
@@ -62,6 +64,14 @@ class ProcessGrid:
         for group in self.groups():
             return str(group._get_backend(torch.device(device.type)).name()).lower()
         return "none"
+
+    def use_device(self, device: torch.device) -> None:
+        """Where parameters lie: small messages go through that device where the groups send nothing from the CPU."""
+        self._params_on = device
+
+    def _on_device(self) -> contextlib.AbstractContextManager[Any]:
+        """Objects are sent through the current device, which need not be the parameters'."""
+        return torch.cuda.device(self._params_on) if self._params_on.type == "cuda" else contextlib.nullcontext()
 
     def _message_device(self) -> torch.device:
         """A device whose tensors the groups can send, whatever the parameters are on."""
@@ -83,15 +93,17 @@ class ProcessGrid:
     def gather_objects(self, obj: Any) -> list[Any]:
         """[obj of every rank of the grid], on every rank."""
         found = [obj]
-        for group in self.groups():
-            parts: list[Any] = [None] * dist.get_world_size(group)
-            dist.all_gather_object(parts, found, group=group)
-            found = [x for part in parts for x in part]
+        with self._on_device():
+            for group in self.groups():
+                parts: list[Any] = [None] * dist.get_world_size(group)
+                dist.all_gather_object(parts, found, group=group)
+                found = [x for part in parts for x in part]
         return found
 
     def gather_integers(self, values: Sequence[int]) -> list[list[int]]:
         """The same for a short list of integers, without pickling."""
-        t = torch.tensor(values, dtype=torch.int64, device=self._message_device()).reshape(1, -1)
+        with self._on_device():
+            t = torch.tensor(values, dtype=torch.int64, device=self._message_device()).reshape(1, -1)
         for group in self.groups():
             parts = [torch.empty_like(t) for _ in range(dist.get_world_size(group))]
             dist.all_gather(parts, t, group=group)
@@ -100,10 +112,11 @@ class ProcessGrid:
 
     def broadcast_object(self, obj: Any) -> Any:
         """The object of the grid's first rank, on every rank."""
-        for group in self.groups():
-            box = [obj]
-            dist.broadcast_object_list(box, group=group, group_src=0)
-            obj = box[0]
+        with self._on_device():
+            for group in self.groups():
+                box = [obj]
+                dist.broadcast_object_list(box, group=group, group_src=0)
+                obj = box[0]
         return obj
 
     # -- weights of the grid's first rank --------------------------------------------------------------------------

@@ -80,7 +80,7 @@ class ParamRegistry:
         """Where the buffers are, or will be."""
         if self.sets:
             return self.sets[0].device
-        return next((p.device for p in self.pending), torch.device("cpu"))
+        return next((p.device for p in [*self.pending, *self.frozen]), torch.device("cpu"))
 
     # -- laying out ------------------------------------------------------------------------------------------------
 
@@ -175,6 +175,7 @@ class ParamRegistry:
         if self.grid.initialized or not (dist.is_available() and dist.is_initialized()):
             return False
         grid = ProcessGrid(self.config.process_group, self.config.replicate_group)
+        grid.use_device(self.device)
         if self.sets and not grid.is_single:
             raise RuntimeError(
                 "torch.distributed was initialised after this optimizer had been used as a single rank; "
@@ -242,7 +243,7 @@ class ParamRegistry:
         """Masters := weights where they differ, for these parameters. Doing it twice does no harm."""
         if edited:
             self.adopt_moved()
-            flags = torch.zeros(len(self.params), dtype=torch.uint8)
+            flags = torch.zeros(len(self.params), dtype=torch.uint8, device="cpu")
             flags[edited] = 1
             flags = flags.to(self.device, non_blocking=True)
             for state in self.sets:

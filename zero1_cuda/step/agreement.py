@@ -12,6 +12,7 @@ it could take for something else.
 
 from __future__ import annotations
 
+import functools
 import struct
 import zlib
 from collections.abc import Sequence
@@ -23,6 +24,7 @@ from torch import Tensor
 
 from .. import ops
 from ..comm.grid import ProcessGrid
+from .streams import is_capturing
 
 BACKWARD, CLIP, STEP = "backward", "clip_grad_norm_", "step"  # where a message comes from, in the order of a cycle
 NUM_BACKWARDS = "backward passes outside no_sync()"
@@ -78,7 +80,7 @@ class ControlHeader:
                 del self._copies[next(iter(self._copies))]
             copy = torch.frombuffer(bytearray(words), dtype=torch.int64).to(device, non_blocking=True)
             self._copies[words, device] = copy
-        if copy.is_cuda and torch.cuda.is_current_stream_capturing():
+        if is_capturing(copy):
             self._captured.append(copy)  # replays read it
         return copy.clone()
 
@@ -131,28 +133,32 @@ class Agreement:
         at = ops.CONTROL_NON_FINITE_GRADS
         return self.control[at : at + 1] > 0
 
-    # -- what waits for the sum --------------------------------------------------------------------------------------
+    @functools.cached_property
+    def words(self) -> list[int]:
+        """The sum on the host, which waits for it, once."""
+        words: list[int] = self.control.tolist()
+        return words
 
     def modified_by(self) -> dict[int, int]:
         """{bucket that must be reduced again: how many ranks say so}."""
         if self.grid.is_single:
             return {}
         skip = ops.CONTROL_FLAGS + -(-len(self.report.has_grad) // 4)
-        lanes = self.control[skip:].cpu().view(torch.int16)[: self.num_buckets]
-        return {int(b): int(lanes[b]) for b in lanes.nonzero().view(-1)}
+        lanes = torch.tensor(self.words[skip:], dtype=torch.int64, device="cpu").view(torch.int16)
+        return {b: count for b, count in enumerate(lanes[: self.num_buckets].tolist()) if count}
 
     def any_grad(self) -> bool:
         """Whether any parameter had a gradient on any rank."""
-        return bool(self.control[ops.CONTROL_FLAGS :].any())
+        return any(self.words[ops.CONTROL_FLAGS :])
 
     def where(self) -> dict[str, int]:
         """How many ranks sent their message from where."""
-        backward, clip = self.control[ops.CONTROL_IN_BACKWARD : ops.CONTROL_IN_CLIP + 1].tolist()
+        backward, clip = self.words[ops.CONTROL_IN_BACKWARD], self.words[ops.CONTROL_IN_CLIP]
         return {BACKWARD: backward, CLIP: clip, STEP: self.grid.num_ranks - backward - clip}
 
     def faulty(self) -> bool:
         """Whether something is wrong on any rank. (Modified gradients are not, by themselves.)"""
-        return words_faulty(self.grid.num_ranks, self.control.tolist())
+        return words_faulty(self.grid.num_ranks, self.words)
 
 
 def words_faulty(num_ranks: int, words: list[int]) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor
 from ..comm.collectives import Pending, Scratch, start_gather, start_reduction
 from ..comm.grid import ProcessGrid
 from ..params.buffers import FlatBuffers
+from .streams import is_capturing, stream_id
 
 SAMPLES = 64  # elements per bucket that are compared to notice writes that autograd's version counter does not show
 RETRY_STEPS = 32  # for so many steps a bucket is left out of early reduction where that was in vain
@@ -33,11 +34,14 @@ class BucketState:
         self.missing = 0  # gradients that have not come in this cycle
         self.ready_params: set[int] = set()
         self.launched = False
+        self.captured = False  # it was launched inside a CUDA graph
         self.late_steps = 0  # steps still to come without early reduction
         self.fault: str | None = None  # what a gradient's hook has found
         self._version = 0  # of the gradients when they were sent
         self._pending: Pending | None = None
         self._gather: Pending | None = None
+        self._waited: set[int] = set()  # streams that have waited for the gather
+        self._streams: dict[int, torch.cuda.Stream] = {}  # on which gradients have come in this cycle
         self._sample: Tensor | None = None
         specs = buffers.layout.specs
         last = max((b + specs[k].numel for k, b in zip(self.members, self.bucket.begins, strict=True)), default=0) - 1
@@ -55,6 +59,7 @@ class BucketState:
         params = self.buffers.params
         self.missing = sum(params[k].requires_grad for k in self.members)
         self.ready_params.clear()
+        self._streams.clear()
 
     def take_grad(self, k: int, grad: Tensor) -> None:
         """Takes a gradient that autograd has finished into the buffer."""
@@ -78,6 +83,8 @@ class BucketState:
         """Notes that the gradient of parameter k has come; whether it was the last that was missing."""
         if self.launched or k in self.ready_params:
             return False
+        if self.device.type == "cuda" and (stream := stream_id(self.device)) not in self._streams:
+            self._streams[stream] = torch.cuda.current_stream(self.device)
         self.ready_params.add(k)
         self.missing -= 1
         return self.missing == 0
@@ -90,12 +97,15 @@ class BucketState:
 
     def launch(self, grid: ProcessGrid, takes_norm: bool, scratch: Scratch, exchange: bool, rebind: bool) -> None:
         """Packs the gradients and starts their reduction."""
+        if not rebind:  # inside backward: branches of the model may run on streams of their own
+            for stream in self._streams.values():
+                torch.cuda.current_stream(self.device).wait_stream(stream)
         self.pack(rebind)
         self.norm.zero_()
         norm = self.norm if takes_norm else None
         # tags of small numbers are those of the user's own messages and of whole states
         self._pending = start_reduction(grid, self.grads, self.out, norm, scratch, self.number + 1, exchange)
-        self.launched = True
+        self.launched, self.captured = True, is_capturing(self.grads)
         self._version = self.grads._version
         self._sample = self._take_sample()
 
@@ -142,6 +152,8 @@ class BucketState:
 
     def nonfinite(self) -> Tensor:
         """bool 0-d: whether any gradient here is not finite."""
+        if not self.launched:
+            self.pack(rebind=False)  # in place, the range of a parameter without a gradient holds an old one
         return (~torch.isfinite(self.grads)).any()
 
     def rearm(self, again: bool | None) -> None:
@@ -159,12 +171,15 @@ class BucketState:
 
     def start_gather(self, grid: ProcessGrid) -> None:
         self._gather = start_gather(grid, self.weights)
+        self._waited.clear()
 
-    def finish_gather(self) -> None:
-        """Waits until the parameters are complete."""
-        if self._gather is not None:
-            gather, self._gather = self._gather, None
-            gather.finish()
+    def finish_gather(self, last: bool) -> None:
+        """Waits until the parameters are complete; on CUDA the current stream does. last: no other need wait later."""
+        if self._gather is not None and (stream := stream_id(self.device)) not in self._waited:
+            self._gather.finish()
+            self._waited.add(stream)
+        if last or self.device.type != "cuda":
+            self._gather = None
 
     # -- gradients that are used up (in place only) --------------------------------------------------------------------
 

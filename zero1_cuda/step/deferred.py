@@ -8,6 +8,7 @@ from torch import Tensor
 from .. import ops
 from ..comm.grid import ProcessGrid
 from .agreement import BACKWARD, CLIP, STEP, Agreement, Report, raise_together, words_faulty
+from .streams import is_capturing
 
 PLACES = (BACKWARD, CLIP, STEP)
 
@@ -29,8 +30,10 @@ class LastStep:
     def remember(self, agreement: Agreement) -> None:
         """Sends a copy of the agreement to the host, to be looked at in the next step."""
         control = agreement.control
-        self._captured |= is_capturing(control)
-        if not can_look(control):
+        if is_capturing(control):
+            self._captured = True
+            return
+        if control.is_meta:
             return
         if control.is_cuda:
             with torch.cuda.device(control.device):
@@ -60,8 +63,8 @@ class LastStep:
         return self._agreement.report if stopped else None
 
     def stopped(self, grid: ProcessGrid, skipped: Tensor) -> bool:
-        """Whether the last step, or a replay since then, has been stopped."""
-        return can_look(skipped) and (self._report(grid) is not None or (self._captured and bool(skipped[2])))
+        """Whether the last step, or a replay since then, has been stopped. Only where the host can look."""
+        return self._report(grid) is not None or (self._captured and bool(skipped[2]))
 
     def tell(self, grid: ProcessGrid, skipped: Tensor) -> None:
         """Collective, where it has been stopped: raises on every rank what was wrong on any."""
@@ -77,19 +80,6 @@ class LastStep:
     def forget(self) -> None:
         """It has been looked at."""
         self._agreement = self._words = self._event = self._failed = None
-
-
-def can_look(t: Tensor) -> bool:
-    """Whether the host can read this tensor: not while a graph is captured, nor on the meta device."""
-    return t.device.type != "meta" and not is_capturing(t)
-
-
-def is_capturing(t: Tensor) -> bool:
-    """Whether what is done with this tensor now becomes part of a CUDA graph."""
-    if not t.is_cuda:
-        return False
-    with torch.cuda.device(t.device):
-        return torch.cuda.is_current_stream_capturing()
 
 
 class CallOrder:

@@ -199,6 +199,10 @@ class Reducer:
         """Buckets whose gradients are not those that were reduced. maybe_unscaled: they may have been scaled unseen."""
         return {bucket.number for bucket in self.buckets if bucket.modified(maybe_unscaled)}
 
+    def reduced_before_capture(self) -> bool:
+        """Whether a bucket was sent by a backward that is not part of the graph that is captured now."""
+        return any(bucket.launched and not bucket.captured for bucket in self.buckets)
+
     def faults(self) -> Faults:
         """What hooks have found, and in-place gradients that would be reduced a second time."""
         found = [text for bucket in self.buckets for text in (bucket.fault, bucket.used_up()) if text]

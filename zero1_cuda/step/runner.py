@@ -30,10 +30,11 @@ from ..comm.grid import ProcessGrid
 from ..config import Config
 from ..params.registry import Faults, ParamRegistry
 from .agreement import BACKWARD, CLIP, STEP, Agreement, ControlHeader, Report, raise_together
-from .deferred import CallOrder, LastStep, can_look
+from .deferred import CallOrder, LastStep
 from .gather_hooks import GatherUnits
 from .hyperparams import Hyperparams
 from .reducer import Backward, Reducer
+from .streams import is_capturing
 
 
 @dataclass
@@ -87,7 +88,8 @@ class StepRunner:
         self.was_scaled = True  # in the last step
         self.steps_made = 0
         self.warned: set[str] = set()
-        self.clip: tuple[Tensor, float] | None = None  # [factor, norm], max_norm of a clip_grad_norm_ not used yet
+        # [factor, norm] of a clip_grad_norm_ that no step has used yet, with its max_norm and its scale
+        self.clip: tuple[Tensor, float, Tensor | None] | None = None
         self.grad_norm: Tensor | None = None  # of the last step, if that clipped
         self.consolidated: dict[str, Any] | None = None  # consolidate_state_dict()'s result
         self.units = GatherUnits(config.overlap_gather, self) if config.overlap_gather is not None else None
@@ -96,6 +98,11 @@ class StepRunner:
     def reads_on_host(self) -> bool:
         """Whether the host may wait for the agreement in the same step: on the CPU. Else one step later (CUDA)."""
         return self.registry.device.type == "cpu"
+
+    @property
+    def _can_look(self) -> bool:
+        """Whether the host can read the device at all: not while a graph is captured, nor on the meta device."""
+        return not self.skipped.is_meta and not is_capturing(self.skipped)
 
     # -- laying out ------------------------------------------------------------------------------------------------
 
@@ -128,6 +135,7 @@ class StepRunner:
     def _make_tables(self) -> None:
         """Makes the tables anew; what they hold is kept."""
         registry, reducer, device = self.registry, self.reducer, self.registry.device
+        self.grid.use_device(device)
         rows, sets = len(registry.params), registry.sets
         steps = torch.zeros(rows, dtype=torch.int64, device=device)
         steps[: self.steps.numel()] = self.steps.to(device)
@@ -158,6 +166,8 @@ class StepRunner:
 
     def _look_back(self) -> None:
         """Raises on every rank what was wrong on any in the last step, where that was stopped."""
+        if not self._can_look:
+            return  # the last step stays to be looked at
         if self.last.stopped(self.grid, self.skipped):
             self.order.forget()
             self.maybe_scaled = self.was_scaled = True
@@ -240,6 +250,11 @@ class StepRunner:
     def step(self, grad_scale: Tensor | None, found_inf: Any) -> None:
         """Collective: one step."""
         self.prepare()
+        if is_capturing(self.skipped) and self.reducer.reduced_before_capture():
+            raise RuntimeError(
+                "step() is captured without the backward before it, which has reduced gradients already: replays would "
+                "reduce no others. Capture the whole iteration, or step() alone with overlap_reduce=False"
+            )
         call = Call(STEP, self.config.max_grad_norm, grad_scale)
         call.found_inf = found_inf if isinstance(found_inf, Tensor) else None
         call.scaled = grad_scale is not None or found_inf is not None
@@ -258,11 +273,13 @@ class StepRunner:
             self._gather()
             self._end_cycle(call, agreement)
 
-    def clip_grad_norm(self, max_norm: float, grad_scale: Tensor | None) -> Tensor:
+    def clip_grad_norm(self, max_norm: float, scale: Tensor | float | None) -> Tensor:
         """Collective: the norm of the averaged gradients; the factor waits for the next step."""
         self.prepare()
-        if grad_scale is not None:
-            grad_scale = grad_scale.to(self.registry.device, torch.float32)
+        grad_scale = None
+        if scale is not None:
+            grad_scale = torch.empty((), dtype=torch.float32, device=self.registry.device)
+            grad_scale.copy_(scale.detach().reshape(())) if isinstance(scale, Tensor) else grad_scale.fill_(scale)
         self.clip = None
         call = Call(CLIP, max_norm, grad_scale)
         call.maybe_unscaled = grad_scale is None and self.maybe_scaled
@@ -273,7 +290,7 @@ class StepRunner:
         if self.order.void:
             return torch.full((), torch.nan, dtype=torch.float32, device=self.registry.device)
         clip = self._clip_factor(agreement, max_norm, grad_scale)
-        self.clip = (clip, max_norm) if self.registry.params else None
+        self.clip = (clip, max_norm, grad_scale) if self.registry.params else None
         return clip[1].clone()
 
     # -- reduce ----------------------------------------------------------------------------------------------------
@@ -337,7 +354,7 @@ class StepRunner:
         """Whether the host waits for the agreement."""
         if self.grid.is_single:
             return bool(call.new) or (self.reads_on_host and bool(report.faults))
-        if not can_look(self.skipped):
+        if not self._can_look:
             return False
         return self._all_look or not expected or bool(report.modified or call.new or call.edited)
 
@@ -376,8 +393,16 @@ class StepRunner:
             self._add_norms()
         num_buckets = 0 if self.grid.is_single else len(self.reducer.buckets)
         report.has_grad = report.has_grad or [False] * len(self.registry.params)
-        scaler = (call.found_inf, call.grad_scale) if call else (None, None)
-        return Agreement(self.grid, report, num_buckets, self.header, self.norms, *scaler, nonfinite)
+        found_inf, grad_scale = (call.found_inf, self._scales(call.grad_scale)) if call else (None, None)
+        return Agreement(self.grid, report, num_buckets, self.header, self.norms, found_inf, grad_scale, nonfinite)
+
+    def _scales(self, grad_scale: Tensor | None) -> Tensor | None:
+        """What must be equal on all ranks of a step's scale and of that of the clip_grad_norm_ before it."""
+        of_clip = self.clip and self.clip[2]
+        if of_clip is None or grad_scale is None:
+            return of_clip if grad_scale is None else grad_scale
+        bits = grad_scale.view(torch.int32) ^ 3 * of_clip.view(torch.int32)  # one number for two
+        return bits.view(torch.float32)
 
     def _add_norms(self) -> None:
         """Sums of squares that the reduction itself has not taken."""
@@ -550,12 +575,12 @@ class StepRunner:
     def wait_for(self, params: list[torch.nn.Parameter] | None) -> None:
         """Waits until these parameters (None: all) are complete."""
         for bucket in self.reducer.buckets if params is None else self.reducer.buckets_of(params):
-            bucket.finish_gather()
+            bucket.finish_gather(last=params is None)
 
     def synchronize(self) -> None:
         """Waits until all parameters are complete."""
         self.wait_for(None)
-        if self.last.stopped(self.grid, self.skipped):
+        if self._can_look and self.last.stopped(self.grid, self.skipped):
             raise RuntimeError("the last step was stopped on every rank and changed nothing; the next one says why")
 
     def consolidate(self, whole: dict[str, Any]) -> None:
